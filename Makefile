@@ -1,0 +1,28 @@
+# Each target sets up what it needs, in .venv, with only Python, pip and make on the machine.
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test check bench
+
+# Torch comes first and pinned: an unpinned one may bring gigabytes of CUDA packages.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/ready
+	$(BIN)/python examples/demo.py
+
+test: .venv/ready
+	$(BIN)/pytest -q
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/ready
+	$(BIN)/python benchmarks/methods.py
