@@ -1,0 +1,34 @@
+"""Drafter: who guesses. A method is a subclass with dataclass fields for options and one function, `propose`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, ClassVar
+
+from outpace.sequence import Sequence, Step
+from outpace.tree import Budget, Tree
+
+if TYPE_CHECKING:
+    from outpace.models.base import Scores
+
+
+class Drafter:
+    """Base of all methods: what most of them leave as it is. One object serves every row of a batch."""
+
+    lossless: ClassVar[bool] = True
+    taps: ClassVar[tuple[int, ...]] = ()  # hidden states of the target that it reads from `seq.hidden`
+    shape: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        """A tree whose root is the last token of `seq`; no larger than `budget`."""
+        raise NotImplementedError
+
+    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
+        """Trees for several rows; a drafter that runs a model does this in shared passes."""
+        return [self.propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+
+    def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
+        """Learn from a pass."""
+
+    def close(self, seq: Sequence) -> None:
+        """The request ended; free what was held for it."""

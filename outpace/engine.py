@@ -1,0 +1,201 @@
+"""Engine: the loop. Guess a tree, let the target choose at every node in one pass, keep what it chose.
+
+    tree = drafter.propose(seq, policy.budget(seq))
+    scores = target.score(tree)
+    step = verifier.verify(seq, tree, scores)
+    target.keep(step.kept)
+
+It runs over a ragged batch: rows of different lengths, methods and sampling settings, which join and leave at any step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+
+from outpace.errors import CacheFull, RequestFailed, UsageError
+from outpace.models.base import LM, Scores
+from outpace.sequence import Sequence, Step
+from outpace.stats import timed
+from outpace.tree import ROOT, Budget, Tree
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to one sequence: a pass, or, without one, a failure or a cancellation."""
+
+    seq: Sequence
+    step: Step | None = None
+
+
+class Engine:
+    """Requests go in through `submit`; each `step` is one pass of the target over all that run."""
+
+    def __init__(self, target: LM, max_rows: int = 16):
+        self.target = target
+        self.max_rows = max_rows
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.full = False  # memory ran out: nobody is let in before somebody leaves
+
+    def submit(self, seq: Sequence) -> None:
+        """Queue a request; wrong ones are refused here, before anything runs."""
+        if len(seq.tokens) > self.target.context:
+            raise UsageError(f"the prompt has {len(seq.tokens)} tokens and the model holds {self.target.context}")
+        _taps(seq)
+        seq.vocab = self.target.vocab
+        if seq.verifier.needs_trees and not self.target.trees:
+            name = type(seq.verifier).__name__
+            raise UsageError(f"{name} needs a model that can score trees, and this one scores only chains")
+        self.waiting.append(seq)
+
+    def run(self) -> Generator[Event]:
+        """Step until every request has ended; stopping early gives all rows back."""
+        try:
+            while self.waiting or self.running:
+                yield from self.step()
+        finally:
+            for seq in [*self.waiting, *self.running]:
+                self.cancel(seq)
+
+    def cancel(self, seq: Sequence) -> None:
+        """End a request now; what it has so far stays readable."""
+        if seq.finished:
+            return
+        seq.finish_reason = "cancelled"
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+        self._leave(seq)
+
+    def step(self) -> list[Event]:
+        """One pass over every running request."""
+        seconds: dict[str, float] = {}
+        with timed(seconds, "prefill"):
+            events = self._admit()
+        with timed(seconds, "draft"):
+            trees = self._draft()
+        with timed(seconds, "score"):
+            scores, failed = self._score(trees)
+        with timed(seconds, "verify"):
+            steps = {seq.id: self._verify(seq, trees[seq.id], scores[seq.id]) for seq in self.running}
+        with timed(seconds, "keep"):
+            kept = [(seq, step) for seq in self.running if (step := steps[seq.id]) is not None]
+            self.target.keep([step.kept for _, step in kept], [_row(seq) for seq, _ in kept])
+            for seq, step in kept:
+                self._observe(seq, step, scores[seq.id])
+        events += [Event(seq) for seq in failed]
+        for seq in list(self.running):
+            for name, spent in seconds.items():
+                seq.stats.seconds[name] = seq.stats.seconds.get(name, 0.0) + spent
+            events.append(Event(seq, steps[seq.id]))
+            if seq.finished:
+                self._leave(seq)
+        return events
+
+    def _admit(self) -> list[Event]:
+        """Let requests in while there are rows and memory; one that does not fit beside the others waits for them."""
+        failed = []
+        while self.waiting and len(self.running) < self.max_rows and not (self.full and self.running):
+            seq = self.waiting.popleft()
+            self.running.append(seq)
+            try:
+                seq.row = self.target.acquire(seq.tokens[:-1], _taps(seq))
+                self.target.sync([seq.tokens[:-1]], [seq.row])
+            except (CacheFull, torch.OutOfMemoryError) as error:
+                if not self._make_room(seq, error):
+                    failed.append(Event(seq))
+        return failed
+
+    def _draft(self) -> dict[int, Tree]:
+        """A tree for each running sequence; rows that share a drafter are drafted together."""
+        trees = {seq.id: Tree([seq.tokens[-1]]) for seq in self.running}
+        groups: dict[int, list[tuple[Sequence, Budget]]] = {}
+        for seq in self.running:
+            room = min(seq.room - 1, self.target.context - len(seq.tokens))
+            budget = seq.policy.budget(seq).within(room, self.target.trees)
+            if budget.depth and budget.nodes:
+                groups.setdefault(id(seq.drafter), []).append((seq, budget))
+        for group in groups.values():
+            drafter = group[0][0].drafter
+            try:
+                drafted = drafter.propose_batch([seq for seq, _ in group], [budget for _, budget in group])
+            except (RequestFailed, torch.OutOfMemoryError):
+                continue  # a draft that cannot be made costs speed, never the answer
+            for (seq, budget), tree in zip(group, drafted, strict=True):
+                trees[seq.id] = tree.trim(budget)
+        return {seq.id: seq.verifier.prepare(seq, trees[seq.id]) for seq in self.running}
+
+    def _score(self, trees: dict[int, Tree]) -> tuple[dict[int, Scores], list[Sequence]]:
+        """Scores by sequence. When memory runs out the guesses go first, then a request has to wait, or to fail."""
+        failed: list[Sequence] = []
+        bare = False
+        while self.running:
+            try:
+                found = self.target.score([trees[s.id] for s in self.running], [_row(s) for s in self.running])
+                return {seq.id: scores for seq, scores in zip(self.running, found, strict=True)}, failed
+            except (CacheFull, torch.OutOfMemoryError) as error:
+                if bare:
+                    row = error.row if isinstance(error, CacheFull) else self.running[-1].row
+                    seq = next(seq for seq in self.running if seq.row == row)
+                    if not self._make_room(seq, error):
+                        failed.append(seq)
+                for seq in self.running:
+                    trees[seq.id] = seq.verifier.prepare(seq, Tree([seq.tokens[-1]]))
+                bare = True
+        return {}, failed
+
+    def _make_room(self, seq: Sequence, error: Exception) -> bool:
+        """Take a request out. While others run it waits until one of them ends, and goes on then; False: it failed."""
+        if len(self.running) == 1:
+            seq.fail(str(error))
+            self._leave(seq)
+            return False
+        self.running.remove(seq)
+        self._free(seq)
+        self.waiting.appendleft(seq)
+        self.full = True
+        return True
+
+    def _verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step | None:
+        seq.hidden = self.target.hidden(_row(seq))
+        start = len(seq.tokens)
+        try:
+            return seq.verifier.verify(seq, tree, scores)
+        except RequestFailed as error:
+            seq.fail(str(error))
+            tokens = seq.tokens[start:]  # what was committed before it failed was found in the tree
+            path = tree.walk([tree.tokens[ROOT], *tokens])
+            return Step(tree, path, tokens, path) if tokens else None
+
+    def _observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
+        seq.hidden = self.target.hidden(_row(seq))
+        seq.stats.add(step)
+        seq.drafted += [True] * step.accepted + [False] * (len(step.tokens) - step.accepted)
+        seq.policy.observe(seq, step)
+        seq.drafter.observe(seq, step, scores)
+
+    def _leave(self, seq: Sequence) -> None:
+        if seq in self.running:
+            self.running.remove(seq)
+        seq.drafter.close(seq)
+        self._free(seq)
+        self.full = False
+
+    def _free(self, seq: Sequence) -> None:
+        if seq.row is not None:
+            self.target.release(seq.row)
+            seq.row = None
+
+
+def _row(seq: Sequence) -> int:
+    assert seq.row is not None, "a running sequence has a row"
+    return seq.row
+
+
+def _taps(seq: Sequence) -> tuple[int, ...]:
+    if seq.drafter.taps and seq.verifier.taps and seq.drafter.taps != seq.verifier.taps:
+        raise UsageError("this method and this verifier read different hidden states and cannot be combined")
+    return seq.drafter.taps or seq.verifier.taps

@@ -1,0 +1,143 @@
+"""Grammar: output that follows a JSON schema, a regular expression or a Lark grammar, by llguidance.
+
+A grammar is a processor like any other. Its parser has a state, but that is only a cache: it is moved, back or on, to
+the prefix it is asked about, so the nodes of a tree may be asked about in any order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outpace.errors import RequestFailed, UsageError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+
+class GrammarCompiler:
+    """Makes the grammars of one tokenizer: hold on to it, for the first grammar has the whole vocabulary indexed.
+
+    `vocab` is the size of the model's logits, often more than the tokenizer has; `stops` are the tokens that may end a
+    complete output, by default the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab: int, stops: Iterable[int] = ()):
+        self.tokenizer = tokenizer
+        self.vocab = vocab
+        self.stops = tuple(stops)
+
+    def compile(
+        self,
+        *,
+        json_schema: dict[str, Any] | str | None = None,
+        regex: str | None = None,
+        lark: str | None = None,
+        start: int,
+    ) -> Grammar:
+        """The grammar of an output whose first token is at index `start`; exactly one source must be given."""
+        given = {"json_schema": json_schema, "regex": regex, "lark": lark}
+        names = [name for name, source in given.items() if source is not None]
+        if len(names) != 1:
+            raise UsageError(f"a grammar is one of json_schema, regex and lark, got {' and '.join(names) or 'none'}")
+        index, source = self._index, _source(names[0], given[names[0]])
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(index, source, log_level=0)
+        if matcher.is_error():
+            raise UsageError(f"{names[0]} is not valid: {_message(matcher)}")
+        return Grammar(matcher, index.eos_tokens, start)
+
+    @cached_property
+    def _index(self) -> LLTokenizer:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as missing:
+            raise UsageError("grammars need llguidance: pip install 'outpace[grammar]'") from missing
+        from transformers import PreTrainedTokenizerFast
+
+        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
+            raise UsageError(f"grammars need a fast tokenizer, and {type(self.tokenizer).__name__} is not one")
+        size = max(self.vocab, len(self.tokenizer))  # a model may also have fewer logits than its tokenizer has tokens
+        try:
+            return from_tokenizer(self.tokenizer, n_vocab=size, eos_token=list(self.stops) or None)
+        except ValueError as wrong:
+            raise UsageError(f"grammars cannot use this tokenizer: {wrong}") from wrong
+
+
+class Grammar:
+    """Masks the tokens with which the output would leave the grammar; once it is complete, only stops are left.
+
+    After tokens that had left it already (a rejected branch of a tree) only stops are allowed too: such a node is
+    never reached, and its law must still be one.
+    """
+
+    def __init__(self, matcher: LLMatcher, stops: Sequence[int], start: int):
+        self._fresh = matcher
+        self._matcher = matcher.deep_copy()
+        self._consumed: list[int] = []  # what the matcher has seen
+        self._stops = frozenset(stops)
+        self._start = start
+
+    def __call__(self, prefix: list[int], logits: Tensor) -> Tensor:
+        return logits.masked_fill(~self._allowed(prefix[self._start :], logits), -torch.inf)  # [vocab] -> [vocab]
+
+    def _allowed(self, output: list[int], logits: Tensor) -> Tensor:
+        """Which tokens may follow `output`."""  # [vocab], bool
+        if not self._sync(output):
+            stops = torch.tensor([t for t in self._stops if t < logits.numel()], dtype=torch.long, device=logits.device)
+            return torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, stops, True)
+        bias = bytearray(self._matcher.compute_logit_bias())  # one byte per token, 0 where it is not allowed
+        self._check()
+        mask = torch.zeros(logits.numel(), dtype=torch.bool)
+        known = torch.frombuffer(bias, dtype=torch.uint8)[: mask.numel()]
+        mask[: known.numel()] = known != 0
+        return mask.to(logits.device)
+
+    def _sync(self, output: list[int]) -> bool:
+        """Bring the matcher to where `output` ends; False when the grammar does not go that way."""
+        shared = _shared(self._consumed, output)
+        if shared < len(self._consumed):
+            self._matcher.rollback(len(self._consumed) - shared)
+        # Not `consume_tokens`: that one breaks the matcher at a wrong token, and miscounts a stop after the end.
+        taken = self._matcher.try_consume_tokens(output[shared:]) if shared < len(output) else 0
+        self._consumed = output[: shared + taken]
+        self._check()
+        return len(self._consumed) == len(output)
+
+    def _check(self) -> None:
+        """Fail the request where llguidance gives up, with a matcher that still works at other prefixes."""
+        if self._matcher.is_error():
+            message, self._matcher, self._consumed = _message(self._matcher), self._fresh.deep_copy(), []
+            raise RequestFailed(f"the grammar cannot be followed: {message}")
+
+
+def _source(kind: str, source: Any) -> str:
+    """The grammar as llguidance wants it; whether it is valid shows when it is compiled."""
+    from llguidance import LLMatcher
+
+    try:
+        if kind == "json_schema":
+            schema = json.loads(source) if isinstance(source, str) else source
+            return str(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        return str(LLMatcher.grammar_from_regex(source) if kind == "regex" else LLMatcher.grammar_from_lark(source))
+    except (TypeError, ValueError) as wrong:
+        raise UsageError(f"{kind} is not valid: {wrong}") from wrong
+
+
+def _message(matcher: LLMatcher) -> str:
+    return str(matcher.get_error()).partition("\n<state>")[0].strip()  # after it comes the state of the parser
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """How many first tokens are the same."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:  # the usual case, at the speed of C
+        return length
+    return next(i for i in range(length) if a[i] != b[i])

@@ -1,0 +1,44 @@
+"""Keyed noise: random numbers that are a pure function of (seed, position, token).
+
+The same choice is made in any batch, on any device, with or without speculation. Only 32-bit integer arithmetic is
+used, so that a kernel can repeat it; `mix` works on Python ints and on int64 tensors alike.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+Words = TypeVar("Words", int, Tensor)
+
+
+def mix(x: Words) -> Words:
+    """The finalizer of MurmurHash3: a bijection of 32-bit words in which every input bit reaches every output bit."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & WORD
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & WORD
+    return x ^ (x >> 16)
+
+
+def keys(seed: int, *counters: int) -> tuple[int, int]:
+    """Two words that depend on all of `seed` (64 bits) and of each counter."""
+    a, b = 0x9E3779B9, 0x7F4A7C15
+    for word in (seed & WORD, (seed >> 32) & WORD, *counters):
+        a = mix((a ^ (word & WORD)) + 0x9E3779B9 & WORD)
+        b = mix((b + a & WORD) ^ 0x5BD1E995)
+    return a, b
+
+
+def uniform(seed: int, *counters: int) -> float:
+    """One number in (0, 1)."""
+    a, b = keys(seed, *counters)
+    return (mix(a ^ b) + 0.5) / 2**32
+
+
+def gumbel(tokens: Tensor, seed: int, position: int, salt: int = 0) -> Tensor:
+    """Standard Gumbel noise for each of `tokens`, in float64."""  # int64 [n] -> [n]
+    a, b = keys(seed, position, salt)
+    words = mix(mix((tokens * 0x9E3779B1 + a) & WORD) ^ b)
+    return -torch.log(-torch.log((words.double() + 0.5) / 2**32))

@@ -1,0 +1,156 @@
+"""Sampler: the law from which the target chooses, and the choice itself, by keyed noise.
+
+A processor is a pure function of the prefix and the logits, so it can run at any node of a tree. The choice at a node
+is `argmax(logits)`, or `argmax(logits + gumbel(seed, position, token))`, which is a sample of softmax(logits).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outpace.errors import RequestFailed, UsageError
+from outpace.noise import gumbel, uniform
+
+
+class Processor(Protocol):
+    """Logits of the token that follows `prefix`, changed."""
+
+    def __call__(self, prefix: list[int], logits: Tensor) -> Tensor: ...  # [vocab] -> [vocab]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    seed: int = 0
+    repetition_penalty: float = 1.0  # over prompt and output, as in Transformers
+    presence_penalty: float = 0.0  # over the output, as in OpenAI's API
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": self.temperature == 0 or self.temperature >= 1e-4,  # less overflows, and is greedy anyway
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+            "typical_p": 0 < self.typical_p <= 1,
+            "repetition_penalty": self.repetition_penalty > 0,
+            "presence_penalty": True,
+            "frequency_penalty": True,
+        }
+        for name, good in checks.items():
+            value = getattr(self, name)
+            if not good or not math.isfinite(value):
+                raise UsageError(f"{name}={value} is out of range")
+        if any(math.isnan(bias) or bias == math.inf for bias in self.logit_bias.values()):
+            raise UsageError("logit_bias must be finite, or -inf to exclude a token")
+
+
+class Sampler:
+    """One request's choices: processors, then temperature and the filters, then noise."""
+
+    def __init__(self, sampling: Sampling, processors: Sequence[Processor] = (), stream: int = 0):
+        self.sampling = sampling
+        self.processors = tuple(processors)
+        self.seed = sampling.seed if stream == 0 else sampling.seed ^ (stream * 0x9E3779B97F4A7C15)
+        self.filters = _filters(sampling)
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.temperature == 0
+
+    @property
+    def plain(self) -> bool:
+        """True when the choice is the largest raw logit, so that all nodes can be chosen at once."""
+        return self.greedy and not self.processors
+
+    def shape(self, logits: Tensor, prefix: list[int]) -> Tensor:
+        """Logits of the law of the token that follows `prefix`; -inf where it cannot be."""  # [vocab] -> [vocab]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if not torch.isfinite(logits.max()):
+            raise RequestFailed(f"the model gave non-finite logits at position {len(prefix)}")
+        for process in self.processors:
+            logits = process(prefix, logits)
+        best = logits.max()
+        if best == -torch.inf:
+            raise RequestFailed(f"no token is allowed at position {len(prefix)}: the constraints exclude all of them")
+        if not torch.isfinite(best):
+            raise RequestFailed(f"a processor gave non-finite logits at position {len(prefix)}")
+        if not self.greedy:
+            logits = logits / self.sampling.temperature
+            for keep in self.filters:
+                logits = keep(logits)
+        return logits
+
+    def choose(self, logits: Tensor, prefix: list[int]) -> int:
+        """The token that follows `prefix`."""
+        return int(self.noised(self.shape(logits, prefix), len(prefix)).argmax())
+
+    def noised(self, shaped: Tensor, position: int, salt: int = 0) -> Tensor:
+        """Logits plus noise, whose order is a draw without replacement; greedy adds none."""  # [vocab] -> [vocab]
+        if self.greedy:
+            return shaped
+        # Noise is keyed by token id, so tokens that were filtered out need none.
+        alive = torch.nonzero(shaped > -torch.inf).flatten()
+        noised = torch.full_like(shaped, -torch.inf, dtype=torch.float64)
+        return noised.index_copy_(0, alive, shaped[alive].double() + gumbel(alive, self.seed, position, salt))
+
+    def law(self, logits: Tensor, prefix: list[int]) -> Tensor:
+        """Probabilities of the token that follows `prefix`, in float64."""  # [vocab] -> [vocab]
+        logits = self.shape(logits, prefix)
+        if self.greedy:
+            return torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, logits.argmax(), 1.0)
+        return logits.double().softmax(-1)
+
+    def uniform(self, *counters: int) -> float:
+        return uniform(self.seed, *counters)
+
+
+# Filters, in Transformers' order and with its rules, on the logits of one position.
+
+
+def _filters(s: Sampling) -> list[Callable[[Tensor], Tensor]]:
+    filters: list[Callable[[Tensor], Tensor]] = []
+    if s.top_k:
+        filters.append(lambda x: _drop(x, x < torch.topk(x, min(s.top_k, x.numel())).values[-1]))
+    if s.top_p < 1:
+        filters.append(lambda x: _top_p(x, s.top_p))
+    if s.min_p > 0:
+        filters.append(lambda x: _drop(x, x.softmax(-1) < s.min_p * x.softmax(-1).max()))
+    if s.typical_p < 1:
+        filters.append(lambda x: _typical_p(x, s.typical_p))
+    return filters
+
+
+def _drop(logits: Tensor, out: Tensor) -> Tensor:
+    return logits.masked_fill(out, -torch.inf)
+
+
+def _top_p(logits: Tensor, mass: float) -> Tensor:
+    """Keep the smallest set of likely tokens that holds `mass`."""
+    ordered, index = torch.sort(logits)
+    out = ordered.softmax(-1).cumsum(-1) <= 1 - mass
+    out[-1] = False
+    return _drop(logits, torch.zeros_like(out).scatter(0, index, out))
+
+
+def _typical_p(logits: Tensor, mass: float) -> Tensor:
+    """Keep the tokens whose surprise is nearest to the entropy, up to `mass`."""
+    logp = logits.log_softmax(-1)
+    probs = logp.exp()
+    distance = (-logp - torch.special.entr(probs).sum()).abs()
+    ordered, index = torch.sort(distance)
+    last = int((probs[index].cumsum(-1) < mass).sum().clamp(max=probs.numel() - 1))
+    return _drop(logits, distance > ordered[last])

@@ -1,0 +1,145 @@
+"""Sequence: one request on its way through the loop. Step: what one pass did to it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from outpace.stats import Stats
+from outpace.tree import Tree
+
+if TYPE_CHECKING:
+    from outpace.drafter import Drafter
+    from outpace.policy import Policy
+    from outpace.sample import Sampler
+    from outpace.verify import Verifier
+
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+T = TypeVar("T")
+_ids = itertools.count()
+
+
+class Watcher(Protocol):
+    """Sees every committed token in order; `stopped` turns True when a stop string is complete."""
+
+    stopped: bool
+
+    def push(self, token: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probabilities under the model's own law, before any sampling setting."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a request ends."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_tokens: frozenset[int] = frozenset()
+    logprobs: int | None = None  # how many top tokens to report; None reports nothing
+
+
+@dataclass
+class Step:
+    """One pass of one sequence: what was guessed, what was accepted, what was committed."""
+
+    tree: Tree
+    path: list[int]  # accepted nodes, root first
+    tokens: list[int]  # committed by this pass, in order
+    kept: list[int]  # nodes whose keys and values stay in the cache
+
+    @property
+    def drafted(self) -> int:
+        return len(self.tree) - 1
+
+    @property
+    def accepted(self) -> int:
+        """Committed tokens that had been drafted."""
+        return min(len(self.path) - 1, len(self.tokens))
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens so far, the seams that serve them, and what the drafter remembers of them."""
+
+    tokens: list[int]  # the prompt, then what was committed; the last one is the next root
+    limits: Limits
+    sampler: Sampler
+    drafter: Drafter
+    verifier: Verifier
+    policy: Policy
+    watcher: Watcher | None = None
+
+    vocab: int = 0  # of the target
+    row: int | None = None  # slot of the target's cache while it runs
+    hidden: Tensor | None = None  # [tokens in the cache, taps], when the drafter or the verifier asked for taps
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)  # of each generated token: was it an accepted guess
+    stats: Stats = field(default_factory=Stats)
+    id: int = field(default_factory=lambda: next(_ids))
+    prompt_length: int = field(init=False)
+    _memory: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def room(self) -> int:
+        """How many more tokens may be committed."""
+        return self.limits.max_tokens - (len(self.tokens) - self.prompt_length)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def memory(self, owner: object, make: Callable[[], T]) -> T:
+        """What `owner`, a drafter or a policy, remembers of this sequence; made on first use."""
+        if id(owner) not in self._memory:
+            self._memory[id(owner)] = make()
+        return self._memory[id(owner)]
+
+    def forget(self, owner: object) -> Any:
+        """Take away what `owner` remembers; None if that is nothing."""
+        return self._memory.pop(id(owner), None)
+
+    def push(self, token: int, logits: Tensor) -> bool:
+        """Commit one token, chosen from the model's raw `logits`; True when the request ends with it."""  # [vocab]
+        self.tokens.append(token)
+        if self.limits.logprobs is not None:
+            self.logprobs.append(_logprob(token, logits, self.limits.logprobs))
+        enough = len(self.tokens) - self.prompt_length >= self.limits.min_tokens
+        if self.watcher is not None:
+            self.watcher.push(token)
+        if enough and (token in self.limits.stop_tokens or (self.watcher is not None and self.watcher.stopped)):
+            self.finish_reason = "stop"
+        elif self.room <= 0:
+            self.finish_reason = "length"
+        return self.finished
+
+    def fail(self, message: str) -> None:
+        self.finish_reason, self.error = "error", message
+
+
+def _logprob(token: int, logits: Tensor, count: int) -> Logprob:
+    logprobs = torch.log_softmax(logits.double(), dim=-1)
+    top = torch.topk(logprobs, min(count, logprobs.numel()))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return Logprob(token, logprobs[token].item(), dict(pairs))

@@ -1,0 +1,159 @@
+"""Text: prompts to tokens, tokens to text as they come, and stop strings that are never streamed past."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from outpace.errors import UsageError
+
+Message: TypeAlias = Mapping[str, Any]  # {"role": "user", "content": "..."}
+Prompt: TypeAlias = str | Seq[Message] | Seq[int]  # text, a chat, or token ids
+
+
+class Tokenizer(Protocol):
+    """The part of a Transformers tokenizer that Outpace uses."""
+
+    chat_template: Any
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str: ...
+
+
+def is_chat(prompt: Any) -> bool:
+    """True for a list of messages."""
+    return isinstance(prompt, Seq) and bool(prompt) and all(isinstance(p, Mapping) for p in prompt)
+
+
+def is_ids(prompt: Any) -> bool:
+    """True for a list of token ids."""
+    return isinstance(prompt, Seq) and not isinstance(prompt, str) and all(isinstance(p, int) for p in prompt)
+
+
+def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab: int) -> list[int]:
+    """Token ids of a prompt of any kind."""
+    if isinstance(prompt, str) or is_chat(prompt):
+        if tokenizer is None:
+            raise UsageError("this model has no tokenizer: pass token ids, or give wrap() a tokenizer")
+        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else _encode_chat(prompt, tokenizer)
+    elif is_ids(prompt):
+        tokens = [int(token) for token in prompt]  # type: ignore[arg-type]
+    else:
+        raise UsageError(f"a prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
+    if not tokens:
+        raise UsageError("the prompt is empty: the model needs at least one token to start from")
+    wrong = [token for token in tokens if not 0 <= token < vocab]
+    if wrong:
+        raise UsageError(f"the prompt has token {wrong[0]}, and the vocabulary ends at {vocab - 1}")
+    return tokens
+
+
+def _encode_chat(messages: Any, tokenizer: Any) -> list[int]:
+    if not tokenizer.chat_template:
+        raise UsageError("this model has no chat template: pass the prompt as text")
+    out = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+    return list(out["input_ids"] if isinstance(out, Mapping) else out)
+
+
+class Detokenizer:
+    """Token by token to text; bytes of an unfinished character wait."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self.start = 0  # decoding begins here: early enough for tokens that depend on the one before
+        self.done = 0  # text of tokens before this one has been given out
+
+    def push(self, token: int) -> str:
+        """The text that this token completes."""
+        self.tokens.append(token)
+        before, after = self._decode(self.start, self.done), self._decode(self.start, len(self.tokens))
+        if len(after) <= len(before) or after.endswith("\ufffd"):
+            return ""
+        self.start, self.done = self.done, len(self.tokens)
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        """What is left at the end, unfinished characters included."""
+        before, after = self._decode(self.start, self.done), self._decode(self.start, len(self.tokens))
+        self.start = self.done = len(self.tokens)
+        return after[len(before) :]
+
+    def _decode(self, start: int, end: int) -> str:
+        return self.tokenizer.decode(self.tokens[start:end], skip_special_tokens=True)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of text and the generated token, by index, that completed it."""
+
+    text: str
+    token: int
+
+
+class TextStream:
+    """The text of a sequence, cut exactly before a stop string; `take` never gives out what could become one."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Seq[str] = (), min_tokens: int = 0):
+        if any(not stop for stop in stops):
+            raise UsageError("a stop string is empty")
+        self.detokenizer = Detokenizer(tokenizer)
+        self.stops = tuple(stops)
+        self.min_tokens = min_tokens
+        self.text = ""
+        self.stopped = False
+        self._checked = 0  # no stop string ends at or before this
+        self._taken = 0
+        self._ends: list[int] = []  # how much text there was after each token
+
+    def push(self, token: int) -> None:
+        if not self.stopped:
+            self._extend(self.detokenizer.push(token))
+        self._ends.append(len(self.text))
+
+    def finish(self) -> None:
+        """No more tokens: what waited is text now."""
+        if not self.stopped:
+            self._extend(self.detokenizer.flush())
+            self.stops = ()
+
+    def _extend(self, piece: str) -> None:
+        self.text += piece
+        if len(self.detokenizer.tokens) < self.min_tokens:
+            self._checked = len(self.text)
+            return
+        found = []
+        for stop in self.stops:
+            at = self.text.find(stop, max(0, self._checked - len(stop) + 1))
+            if at >= 0:
+                found.append((at + len(stop), at))
+        self._checked = len(self.text)
+        if found:
+            # The one that was complete first stops the text, as it would have token by token.
+            self.text, self.stopped = self.text[: min(found)[1]], True
+
+    def take(self) -> list[Span]:
+        """Text that is certain by now and was not taken before, by the token that completed it."""
+        held = 0 if self.stopped else max((_overlap(self.text, stop) for stop in self.stops), default=0)
+        start, end = self._taken, max(self._taken, len(self.text) - held)
+        spans = []
+        for token in range(bisect_right(self._ends, start), len(self._ends)):
+            upto = min(end, self._ends[token])
+            if upto > start:
+                spans.append(Span(self.text[start:upto], token))
+                start = upto
+        if end > start:  # what the end of the request set free
+            spans.append(Span(self.text[start:end], len(self._ends) - 1))
+        self._taken = end
+        return spans
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

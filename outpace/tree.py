@@ -1,0 +1,161 @@
+"""Tree: a guess at what comes next, as tokens and parents.
+
+Node 0 is the root: the last committed token, whose key and value are not in the cache yet. Everything else about a
+tree (depths, masks, paths) is derived from `tokens` and `parents`, never passed beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ROOT = 0
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What the drafter knew about a node when it proposed it; policies decide and learn from these."""
+
+    prob: float  # the draft's probability of the token
+    entropy: float  # of the draft's distribution, in nats
+    top: tuple[float, ...] = ()  # the draft's largest probabilities, in order
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much may be drafted: `depth` tokens on a path, `nodes` in all, `width` children of a node."""
+
+    depth: int
+    nodes: int
+    width: int = 1
+
+    def within(self, depth: int, trees: bool) -> Budget:
+        """The same budget, no deeper than `depth`, and a chain where the target cannot score trees."""
+        depth = max(0, min(self.depth, depth))
+        width = self.width if trees else 1
+        return Budget(depth, min(self.nodes, depth) if width == 1 else self.nodes * (depth > 0), width)
+
+
+OFF = Budget(depth=0, nodes=0)
+
+
+@dataclass
+class Tree:
+    """`tokens[i]` follows `tokens[parents[i]]`; parents come before their children."""
+
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
+    probs: dict[int, Tensor] = field(default_factory=dict)  # node -> law its children were drawn from, [vocab]
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents):
+            raise ValueError(f"a tree needs one parent per token, got {len(self.tokens)} and {len(self.parents)}")
+        if any(not (i > p >= 0) for i, p in enumerate(self.parents) if i) or self.parents[:1] != [-1]:
+            raise ValueError(f"parents must come before children and the root has parent -1, got {self.parents}")
+        self._children: list[dict[int, int]] = [{} for _ in self.tokens]
+        for node in range(1, len(self.tokens)):
+            siblings = self._children[self.parents[node]]
+            if self.tokens[node] in siblings:
+                raise ValueError(f"token {self.tokens[node]} stands twice under node {self.parents[node]}")
+            siblings[self.tokens[node]] = node
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> Tree:
+        """A tree that is one path; the first token is the root."""
+        return cls(list(tokens), [i - 1 for i in range(len(tokens))])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int, signal: Signal | None = None) -> int:
+        """The child of `parent` that carries `token`, made if it is not there."""
+        node = self._children[parent].get(token)
+        if node is None:
+            node = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self._children[parent][token] = node
+            self._children.append({})
+            if signal is not None:
+                self.signals[node] = signal
+        return node
+
+    def add_path(self, tokens: Iterable[int], budget: Budget) -> None:
+        """Add a path from the root, as far as the budget goes."""
+        node, depth = ROOT, 0
+        for token in tokens:
+            known = self.child(node, token)
+            full = len(self) > budget.nodes or len(self._children[node]) >= budget.width
+            if depth >= budget.depth or (known is None and full):
+                return
+            node, depth = self.add(node, token), depth + 1
+
+    def child(self, node: int, token: int) -> int | None:
+        return self._children[node].get(token)
+
+    def children(self, node: int) -> list[int]:
+        """Children in the order in which they were added."""
+        return list(self._children[node].values())
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @property
+    def depths(self) -> list[int]:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root to `node`."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def walk(self, tokens: Sequence[int]) -> list[int]:
+        """The longest path, root first, that spells a prefix of `tokens`."""
+        if not tokens or tokens[0] != self.tokens[ROOT]:
+            return []
+        path = [ROOT]
+        for token in tokens[1:]:
+            child = self.child(path[-1], token)
+            if child is None:
+                break
+            path.append(child)
+        return path
+
+    def ancestors(self, since: int = 0) -> Tensor:
+        """Who sees whom: row i is True at node i's ancestors and at itself; rows from `since` on."""  # [new, nodes]
+        if self.is_chain:
+            return torch.ones(len(self), len(self), dtype=torch.bool).tril_()[since:]
+        mask = torch.eye(len(self), dtype=torch.bool)
+        for node in range(1, len(self)):
+            mask[node] |= mask[self.parents[node]]
+        return mask[since:]
+
+    def trim(self, budget: Budget) -> Tree:
+        """What of the tree fits the budget: the first nodes, shallow enough, at most `width` under each parent."""
+        depths, kept, used = self.depths, {ROOT: ROOT}, [0] * len(self)
+        for node in range(1, len(self)):
+            parent = self.parents[node]
+            if len(kept) > budget.nodes:
+                break
+            if parent in kept and depths[node] <= budget.depth and used[parent] < budget.width:
+                kept[node] = len(kept)
+                used[parent] += 1
+        if len(kept) == len(self):
+            return self
+        return Tree(
+            [self.tokens[n] for n in kept],
+            [-1 if n == ROOT else kept[self.parents[n]] for n in kept],
+            {kept[n]: s for n, s in self.signals.items() if n in kept},
+            {kept[n]: q for n, q in self.probs.items() if n in kept},
+        )
