@@ -1,0 +1,252 @@
+"""LM: what the loop needs of a model, as target or as draft. SlotLM: the bookkeeping that adapters share.
+
+A model holds sequences in slots, called rows, of different lengths. Tokens are committed to a row by `keep` or fed by
+`sync`; nodes that were scored and not kept are provisional: the next pass overwrites them, so rollback costs nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outpace.errors import UsageError
+from outpace.tree import Tree
+
+CHUNK = 512  # tokens of a prompt per pass: bounds the memory of a long prefill
+RIDE = 16  # so few tokens are not worth a pass of their own: they are fed together with the next tree
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a pass says about the nodes that were new to it."""
+
+    logits: Tensor  # [nodes, vocab]
+    hidden: Tensor | None = None  # [nodes, taps], for rows acquired with taps
+
+
+class LM(Protocol):
+    """A model as the engine and the drafters see it."""
+
+    vocab: int
+    context: int  # the most tokens a row can hold
+    trees: bool  # False: only chains can be scored
+
+    def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
+        """A row for a request that starts with `tokens`; what a row already knows of them is reused."""
+
+    def release(self, row: int) -> None:
+        """Give the row back."""
+
+    def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
+        """Make each row hold exactly these tokens: keep the common prefix, feed the rest."""
+
+    def score(self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None) -> list[Scores]:
+        """Score the nodes of each tree from `since` on; earlier ones were scored by the pass before."""
+
+    def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
+        """Commit these nodes of the trees last scored, root first, and forget the others."""
+
+    def hidden(self, row: int) -> Tensor | None:
+        """Hidden states of the committed tokens, for a row acquired with taps."""  # [tokens, taps]
+
+
+@dataclass
+class Row:
+    """One slot: tokens in the cache, tokens that the next pass feeds first, and the tree scored last."""
+
+    tokens: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
+    tree: Tree | None = None
+    scored: int = 0  # nodes of the tree that a pass has seen; a drafter may have added more since
+    taps: tuple[int, ...] = ()
+    hidden: list[Tensor] = field(default_factory=list)  # of `tokens`, in pieces
+    provisional: Tensor | None = None  # [nodes of the tree, taps]
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one row contributes to a pass: its pending tokens, then the nodes of its tree from `since` on."""
+
+    row: int
+    start: int  # tokens in the cache
+    pending: list[int]
+    tree: Tree | None = None
+    since: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.pending + (self.tree.tokens[self.since :] if self.tree is not None else [])
+
+    @property
+    def positions(self) -> list[int]:
+        first = self.start + len(self.pending)
+        nodes = [first + depth for depth in self.tree.depths[self.since :]] if self.tree is not None else []
+        return [*range(self.start, first), *nodes]
+
+    @property
+    def offset(self) -> int:
+        """Where in the row's cache the first of `tokens` is written."""
+        return self.start + len(self.pending) + self.since if not self.pending else self.start
+
+    @property
+    def end(self) -> int:
+        """Cache entries that exist after the pass."""
+        return self.start + len(self.pending) + (len(self.tree) if self.tree is not None else 0)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a pass gives for one job."""
+
+    logits: Tensor | None  # [new nodes, vocab]
+    hidden: dict[int, Tensor]  # tap -> [pending and new nodes, hidden]
+
+
+def common_prefix(a: Seq[int], b: Seq[int]) -> int:
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
+
+
+class SlotLM(ABC):
+    """Rows, common prefixes and provisional trees; an adapter adds how a pass runs and how its cache moves."""
+
+    vocab: int
+    context: int
+    trees: bool = True
+    chunk: int = CHUNK
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    @abstractmethod
+    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        """Run one pass and write its keys and values."""
+
+    @abstractmethod
+    def reserve(self, jobs: Seq[Job]) -> None:
+        """Make room in the cache for these jobs, or raise `CacheFull`."""
+
+    @abstractmethod
+    def commit(self, row: int, path: list[int]) -> None:
+        """Move the nodes of `path` to directly behind the row's tokens in its cache."""
+
+    @abstractmethod
+    def crop(self, row: int, length: int) -> int:
+        """Forget what lies beyond `length`; returns how many tokens could be kept."""
+
+    @abstractmethod
+    def copy(self, source: int, target: int, length: int) -> bool:
+        """Copy the first `length` tokens' state between rows; False when this model cannot."""
+
+    def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
+        def known(index: int) -> int:
+            row = self.rows[index]
+            return common_prefix(row.tokens, tokens) if row.taps == taps else 0
+
+        free = [i for i, row in enumerate(self.rows) if not row.busy]
+        if not free:
+            self.rows.append(Row())
+            free = [len(self.rows) - 1]
+        best = max(free, key=lambda i: (known(i), -len(self.rows[i].tokens)))
+        source = max(range(len(self.rows)), key=known)
+        if known(source) > known(best) and self.copy(source, best, known(source)):
+            self._truncate(best, self.rows[source], known(source))
+        elif self.rows[best].taps != taps:
+            self._truncate(best, self.rows[best], self.crop(best, 0))
+        row = self.rows[best]
+        row.taps, row.busy = taps, True
+        return best
+
+    def _truncate(self, index: int, source: Row, length: int) -> None:
+        hidden = self._joined(source)
+        self.rows[index].tokens = source.tokens[:length]
+        self.rows[index].hidden = [] if hidden is None or not length else [hidden[:length]]
+
+    def release(self, row: int) -> None:
+        self.rows[row].busy = False
+        self.rows[row].tree = None
+        self.rows[row].pending = []
+
+    def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
+        for wanted, index in zip(tokens, rows, strict=True):
+            self._sync(wanted, index)
+
+    def _sync(self, wanted: list[int], index: int) -> None:
+        row = self.rows[index]
+        held = row.tokens + row.pending
+        common = common_prefix(held, wanted)
+        if row.tree is not None:
+            guessed = row.tree.walk(wanted[common:]) if common == len(held) else []
+            self.keep_row(index, [node for node in guessed if node < row.scored])
+            common = common_prefix(row.tokens, wanted)
+        if common < len(row.tokens):
+            self._truncate(index, row, self.crop(index, common))
+        row.pending = wanted[len(row.tokens) :]
+        if len(row.pending) > RIDE:
+            self.reserve([Job(index, len(row.tokens), row.pending)])  # all of it, or nothing is begun
+        # A long rest runs now, in chunks; a short one rides on the next pass.
+        while len(row.pending) > RIDE:
+            self._run([Job(index, len(row.tokens), row.pending[: self.chunk])])
+
+    def score(self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None) -> list[Scores]:
+        jobs = []
+        for i, (tree, index) in enumerate(zip(trees, rows, strict=True)):
+            row = self.rows[index]
+            if not self.trees and not tree.is_chain:
+                raise UsageError("this model can only score chains; give its tree a width of 1")
+            if row.tree is not None and not (since and since[i]):
+                self.keep_row(index, [])  # a new tree overwrites one that was not kept
+            jobs.append(Job(index, len(row.tokens), row.pending, tree, since[i] if since else 0))
+        return self._run(jobs)
+
+    def _run(self, jobs: list[Job]) -> list[Scores]:
+        self.reserve(jobs)
+        taps = tuple(sorted({tap for job in jobs for tap in self.rows[job.row].taps}))
+        scores = []
+        for job, output in zip(jobs, self.forward(jobs, taps), strict=True):
+            row = self.rows[job.row]
+            fed = len(job.pending)
+            row.tokens.extend(job.pending)
+            row.pending = row.pending[fed:]
+            hidden = None
+            if row.taps:
+                states = torch.cat([output.hidden[tap] for tap in row.taps], dim=-1)
+                if fed:
+                    row.hidden.append(states[:fed])
+                hidden = states[fed:]
+                old = [row.provisional] if job.since and row.provisional is not None else []
+                row.provisional = torch.cat([*old, hidden])
+            if job.tree is not None:
+                row.tree, row.scored = job.tree, len(job.tree)
+                assert output.logits is not None
+                scores.append(Scores(output.logits, hidden))
+        return scores
+
+    def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
+        for path, index in zip(paths, rows, strict=True):
+            self.keep_row(index, path)
+
+    def keep_row(self, index: int, path: list[int]) -> None:
+        row = self.rows[index]
+        assert row.tree is not None, "keep follows score"
+        self.commit(index, path)
+        row.tokens.extend(row.tree.tokens[node] for node in path)
+        if row.provisional is not None:
+            row.hidden.append(row.provisional[path])
+        row.tree, row.provisional, row.scored = None, None, 0
+
+    def hidden(self, row: int) -> Tensor | None:
+        return self._joined(self.rows[row])
+
+    def _joined(self, row: Row) -> Tensor | None:
+        if len(row.hidden) > 1:
+            row.hidden = [torch.cat(row.hidden)]
+        return row.hidden[0] if row.hidden else None

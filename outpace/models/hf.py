@@ -1,0 +1,179 @@
+"""Any Transformers causal LM as an `LM`, through our attention function and our cache.
+
+The user's model is never touched: we run a view of it, a copy of the module tree that shares every tensor, with its own
+config. All rows of a pass are packed into one sequence of length "nodes of all rows", so nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from outpace.errors import CacheFull, UnsupportedModel, UsageError
+from outpace.models import attention
+from outpace.models.base import LM, Job, Output, SlotLM
+from outpace.models.cache import SlotCache
+from outpace.models.native import NativeLM
+from outpace.models.taps import apart, context_length, decoder_layers, recording, twin
+from outpace.tree import Tree
+
+PROBE = 8  # tokens of each text on which an adapter is tried
+
+
+def adapt(model: PreTrainedModel, cache_limit: int | None = None) -> LM:
+    """The fastest adapter that this model allows; `UnsupportedModel` names one that none of them can run."""
+    if model.config.is_encoder_decoder or not model.can_generate():
+        raise UnsupportedModel(f"{type(model).__name__} is not a causal language model")
+    return PackedLM.fitting(model, cache_limit) or NativeLM(model)
+
+
+def view(model: PreTrainedModel, layers: Seq[int] | None = None) -> PreTrainedModel:
+    """The model, or some of its layers, with our attention, on the same tensors."""
+    ours = twin(model)
+    ours.config._attn_implementation = attention.NAME
+    if layers is not None:
+        decoder, name = decoder_layers(ours)
+        stack, config = getattr(decoder, name), ours.config.get_text_config()
+        if not layers or any(not 0 <= i < len(stack) for i in layers):
+            raise UsageError(f"a slice takes layers 0 to {len(stack) - 1}, got {list(layers)}")
+        setattr(decoder, name, nn.ModuleList(stack[i] for i in layers))
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = [config.layer_types[i] for i in layers]
+        config.num_hidden_layers = len(layers)
+    return ours
+
+
+def windows(config: PreTrainedConfig) -> list[int | None] | None:
+    """The sliding window of each layer, None for full attention; None for a model with any other kind of layer."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if not kinds <= {"full_attention", "sliding_attention"} or getattr(text, "num_kv_shared_layers", None):
+        return None
+    layers = DynamicCache(config=config).layers
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        return None
+    return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
+
+
+class PackedLM(SlotLM):
+    """A model whose attention goes through `AttentionInterface`: trees, ragged batches, packed passes."""
+
+    def __init__(self, model: PreTrainedModel, layers: Seq[int] | None = None, cache_limit: int | None = None):
+        super().__init__()
+        text = model.config.get_text_config()
+        found = windows(model.config)
+        assert found is not None, "`fitting` was not asked"
+        self.windows = found
+        self.model = model
+        self.layers = list(layers) if layers is not None else list(range(len(found)))
+        self.view = view(model, layers)
+        self.vocab: int = text.vocab_size
+        self.context: int = context_length(model.config)
+        self.cache = SlotCache(len(found), cache_limit)
+
+    @classmethod
+    def fitting(cls, model: PreTrainedModel, cache_limit: int | None = None) -> PackedLM | None:
+        """The adapter, if every layer attends through our function, and two short texts that are scored as one packed
+        pass, and then go on, get the logits that the model itself gives them."""
+        if not model._supports_attention_backend or windows(model.config) is None:
+            return None
+        try:
+            lm = cls(model)
+            if not lm._agrees():
+                return None
+        except torch.OutOfMemoryError:
+            raise
+        except (UnsupportedModel, TypeError, ValueError, AttributeError, LookupError, RuntimeError):
+            return None  # whatever it is that this model does differently, it can do so with a cache of its own
+        lm.cache.measure()
+        lm._forget_idle()
+        lm.cache.limit = cache_limit
+        return lm
+
+    @torch.no_grad()
+    def _agrees(self) -> bool:
+        texts = [[(start + 7 * i) % self.vocab for i in range(PROBE)] for start in (11, 12)]
+        theirs = twin(self.model)(input_ids=torch.tensor(texts, device=self.device), use_cache=False).logits
+        rows = [self.acquire([]) for _ in texts]
+        ours = []
+        for part in (slice(0, PROBE // 2), slice(PROBE // 2, PROBE)):
+            trees = [Tree.chain(text[part]) for text in texts]
+            ours.append(torch.stack([scores.logits for scores in self.score(trees, rows)]))
+            self.keep([list(range(len(tree))) for tree in trees], rows)
+        for row in rows:
+            self.release(row)
+        # Only rounding may differ: a mask, a bias or a mixing of tokens that we do not know of changes far more.
+        return apart(torch.cat(ours, dim=1), theirs) <= max(0.01, 8 * torch.finfo(theirs.dtype).eps)
+
+    @property
+    def device(self) -> torch.device:
+        return self.view.get_input_embeddings().weight.device
+
+    def slice(self, layers: Seq[int]) -> PackedLM:
+        """An LM of some of the layers, on the same weights, with a cache of its own."""
+        part = PackedLM(self.model, layers, self.cache.limit)
+        part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
+        return part
+
+    def reserve(self, jobs: Seq[Job]) -> None:
+        for job in jobs:
+            try:
+                self.cache.reserve(job.row, job.end)
+            except CacheFull:
+                self._forget_idle()
+                self.cache.reserve(job.row, job.end)
+
+    def _forget_idle(self) -> None:
+        """Rows that nobody runs only hold prefixes that might be used again."""
+        for index, row in enumerate(self.rows):
+            if not row.busy:
+                self.cache.forget(index)
+                self._truncate(index, row, 0)
+
+    def commit(self, row: int, path: list[int]) -> None:
+        self.cache.move(row, len(self.rows[row].tokens), path)
+
+    def crop(self, row: int, length: int) -> int:
+        return length
+
+    def copy(self, source: int, target: int, length: int) -> bool:
+        try:
+            self.cache.copy(source, target, length)
+        except CacheFull:
+            return False  # the target row will be filled by a prefill, or that will say that there is no room
+        return True
+
+    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        nodes, at = list[int](), 0
+        for job in jobs:
+            nodes.extend(range(at + len(job.pending), at + len(job.tokens)))
+            at += len(job.tokens)
+        with recording(self.view, taps) as recorded:
+            logits = self._pass(jobs, torch.tensor(nodes or [at - 1]))
+        outputs, at, node = [], 0, 0
+        for job in jobs:
+            count, fed = len(job.tokens), len(job.pending)
+            rows = logits[node : node + count - fed] if job.tree is not None else None
+            outputs.append(Output(rows, {tap: states[at : at + count] for tap, states in recorded.items()}))
+            at, node = at + count, node + count - fed
+        return outputs
+
+    @torch.no_grad()
+    def _pass(self, jobs: Seq[Job], keep: Tensor) -> Tensor:  # [kept, vocab]
+        device = self.device
+        reach = attention.Reach(self.cache, jobs, self.windows, device)
+        out = self.view(
+            input_ids=torch.tensor([[t for job in jobs for t in job.tokens]], device=device),
+            position_ids=torch.tensor([[p for job in jobs for p in job.positions]], device=device),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=keep.to(device),
+            reach=reach,
+        )
+        if reach.calls != len(self.layers):
+            raise UnsupportedModel(f"{reach.calls} of {len(self.layers)} layers attend through our function")
+        return out.logits[0]

@@ -1,0 +1,82 @@
+"""Reading a Transformers model from outside: a twin that shares its tensors, its decoder layers, its hidden states."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from outpace.errors import UnsupportedModel, UsageError
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module tree and the config that shares every tensor: ours to hook and to configure."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared).eval()
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str]:
+    """The decoder, and the name of its stack of layers: the longest of the outermost module lists."""
+    modules = [model.get_decoder()]
+    while modules:
+        named = [(module, *child) for module in modules for child in module.named_children()]
+        stacks = [(len(child), name, module) for module, name, child in named if isinstance(child, nn.ModuleList)]
+        if stacks:
+            _, name, decoder = max(stacks, key=lambda stack: stack[0])
+            return decoder, name
+        modules = [child for _, _, child in named]
+    raise UnsupportedModel(f"{type(model).__name__} has no list of decoder layers to tap or to slice")
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """The most tokens that a row can hold. Longrope turns every key of a pass by the length of its longest row, so
+    past its switching point a token would depend on what it is batched with, or drafted with: it is not passed."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    switches = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min([getattr(text, "max_position_embeddings", None) or 1 << 30, *switches])
+
+
+def apart(ours: Tensor, theirs: Tensor) -> float:
+    """How far two results are from each other, relative to the second."""
+    ours, theirs = ours.float(), theirs.float()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@contextmanager
+def recording(model: PreTrainedModel, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """Hidden states of a pass as Transformers numbers them: 0 the embeddings, i the output of layer i, the last one
+    after the final norm; negative taps count from the end."""
+    recorded: dict[int, Tensor] = {}  # tap -> [tokens, hidden]
+    handles: list[RemovableHandle] = []
+    if not taps:
+        yield recorded
+        return
+    decoder, name = decoder_layers(model)
+    stack = getattr(decoder, name)
+
+    def record_input(tap: int, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        recorded[tap] = (args[0] if args else kwargs["hidden_states"])[0]
+
+    def record_output(tap: int, out: object) -> None:
+        recorded[tap] = out[0][0] if isinstance(out, tuple) else out.last_hidden_state[0]  # type: ignore[attr-defined]
+
+    try:
+        for tap in taps:
+            index = tap if tap >= 0 else len(stack) + 1 + tap
+            if not 0 <= index <= len(stack):
+                raise UsageError(f"tap {tap} is not in a model of {len(stack)} layers")
+            if index == len(stack):
+                handles.append(decoder.register_forward_hook(lambda _, a, out, tap=tap: record_output(tap, out)))
+            else:  # what leaves layer i enters layer i + 1
+                hook = stack[index].register_forward_pre_hook
+                handles.append(hook(lambda _, args, kwargs, tap=tap: record_input(tap, args, kwargs), with_kwargs=True))
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
