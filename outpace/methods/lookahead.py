@@ -1,0 +1,83 @@
+"""Lookahead decoding: Jacobi iterations on a window of guesses fill a pool of n-grams, which are tried as drafts.
+
+The window is a comb: a spine of guesses for the next positions and, under each, what the target made of it in the
+passes before. That is a tree, so the ordinary pass scores it together with the n-grams from the pool.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from outpace.drafter import Drafter
+from outpace.errors import UsageError
+from outpace.models.base import Scores
+from outpace.sequence import Sequence, Step
+from outpace.tree import ROOT, Budget, Tree
+
+
+@dataclass
+class Window:
+    """`levels[k][i]`: the guess, k passes old, for the position i + k after the root's next; and the n-gram pool."""
+
+    levels: list[list[int]]
+    pool: dict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=dict)  # first token -> rests, old first
+
+
+@dataclass(eq=False)
+class Lookahead(Drafter):
+    """The target's own parallel guesses become n-grams; those that start with the last token are verified."""
+
+    window: int = 5
+    n: int = 4
+    guesses: int = 4
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.n < 2 or self.guesses < 1:
+            raise UsageError(f"lookahead needs window >= 1, n >= 2 and guesses >= 1, got {self}")
+
+    @property
+    def shape(self) -> Budget:  # type: ignore[override]
+        nodes = (self.n - 1) * (self.window + self.guesses)
+        return Budget(self.window + self.n - 2, nodes, self.guesses + 2)
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        state = self._state(seq)
+        tree = Tree([seq.tokens[-1]])
+        for rest in reversed(state.pool.get(seq.tokens[-1], OrderedDict())):
+            tree.add_path(rest, budget)
+        spine = ROOT
+        for column in range(self.window):
+            spine = node = tree.add(spine, state.levels[0][column])
+            for level in state.levels[1:]:
+                node = tree.add(node, level[column])
+        return tree
+
+    def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
+        """One Jacobi iteration: each tooth's prediction completes an n-gram, and the oldest level goes."""
+        state = self._state(seq)
+        predicted = scores.logits.argmax(-1).tolist()
+        newest = list(state.levels[-1])
+        for column in range(self.window):
+            tooth = [level[column] for level in state.levels]
+            path = step.tree.walk([step.tree.tokens[ROOT], *state.levels[0][:column], *tooth])
+            if len(path) == 1 + column + len(tooth):
+                newest[column] = predicted[path[-1]]
+                self._remember(state, [*tooth, newest[column]])
+        state.levels = [*state.levels[1:], newest]
+
+    def _remember(self, state: Window, gram: list[int]) -> None:
+        known = state.pool.setdefault(gram[0], OrderedDict())
+        known.pop(tuple(gram[1:]), None)
+        known[tuple(gram[1:])] = None
+        if len(known) > self.guesses:
+            known.popitem(last=False)
+
+    def _state(self, seq: Sequence) -> Window:
+        def fresh() -> Window:
+            # Any tokens will do to start with; those of the prompt are at least of its language.
+            size = self.window + self.n - 2
+            seeds = [seq.tokens[-1 - i % len(seq.tokens)] for i in range(size)]
+            return Window([seeds[k : k + self.window] for k in range(self.n - 1)])
+
+        return seq.memory(self, fresh)

@@ -1,0 +1,62 @@
+"""Prompt lookup: find the last words earlier in the text and copy what followed them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from outpace.drafter import Drafter
+from outpace.errors import UsageError
+from outpace.sequence import Sequence
+from outpace.tree import Budget, Tree
+
+
+@dataclass
+class Index:
+    """Where each n-gram of a sequence ended, oldest first."""
+
+    ends: defaultdict[tuple[int, ...], list[int]] = field(default_factory=lambda: defaultdict(list))
+    done: int = 0  # n-grams that end here or before are in
+
+
+@dataclass(eq=False)
+class NGram(Drafter):
+    """Copy what followed the longest, most recent match of the last tokens; several matches become a tree."""
+
+    max_n: int = 4
+    min_n: int = 1
+    depth: int = 10
+    matches: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_n <= self.max_n or self.matches < 1:
+            raise UsageError(f"ngram needs 1 <= min_n <= max_n and matches >= 1, got {self}")
+
+    @property
+    def shape(self) -> Budget:  # type: ignore[override]
+        return Budget(self.depth, self.depth * self.matches, self.matches)
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        index = self._index(seq)
+        tree, seen = Tree([seq.tokens[-1]]), set[int]()
+        for n in range(self.max_n, self.min_n - 1, -1):
+            for end in reversed(index.ends.get(tuple(seq.tokens[-n:]), ())):
+                if end not in seen and len(seen) < self.matches:
+                    seen.add(end)
+                    tree.add_path(continuation(seq.tokens, end, budget.depth), budget)
+        return tree
+
+    def _index(self, seq: Sequence) -> Index:
+        index = seq.memory(self, Index)
+        # The last token has no continuation yet, so n-grams that end with it wait.
+        for end in range(index.done + 1, len(seq.tokens)):
+            for n in range(self.min_n, min(self.max_n, end) + 1):
+                index.ends[tuple(seq.tokens[end - n : end])].append(end)
+            index.done = end
+        return index
+
+
+def continuation(tokens: list[int], start: int, count: int) -> list[int]:
+    """What follows `start`; past the end of the text it goes on with itself, so a repetition is drafted in full."""
+    period = len(tokens) - start
+    return [tokens[start + i % period] for i in range(count)]

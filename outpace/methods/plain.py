@@ -1,0 +1,19 @@
+"""Plain decoding: an empty tree, so every pass commits one token. What all others are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outpace.drafter import Drafter
+from outpace.sequence import Sequence
+from outpace.tree import OFF, Budget, Tree
+
+
+@dataclass(eq=False)
+class Plain(Drafter):
+    """No speculation."""
+
+    shape = OFF
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        return Tree([seq.tokens[-1]])

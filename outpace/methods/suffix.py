@@ -1,0 +1,186 @@
+"""Suffix decoding: continue the longest context seen before with what followed it most often.
+
+Two kinds of memory: an automaton over the request itself, and a store of finished answers shared by all requests. Both
+know every substring; the store is bounded by dropping its older half.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outpace.drafter import Drafter
+from outpace.errors import UsageError
+from outpace.sequence import Sequence
+from outpace.tree import ROOT, Budget, Signal, Tree
+
+START = 0
+SEPARATOR = -1  # between answers of the store: no real token, so nothing is continued across it
+COUNTED = 64  # suffix links followed per token to count occurrences: longer chains only arise in long repetitions
+
+
+class Automaton:
+    """A suffix automaton that counts: each state is a set of contexts, its count how often they occurred."""
+
+    def __init__(self) -> None:
+        self.next: list[dict[int, int]] = [{}]
+        self.link: list[int] = [-1]
+        self.length: list[int] = [0]
+        self.count: list[int] = [0]
+        self.last = START
+        self.tokens = 0
+
+    def add(self, token: int) -> None:
+        """Append a token to the text (Blumer et al., online construction)."""
+        current = self._state(self.length[self.last] + 1, {}, START, 0)
+        state = self.last
+        while state != -1 and token not in self.next[state]:
+            self.next[state][token] = current
+            state = self.link[state]
+        if state != -1:
+            self.link[current] = self._shared(state, token)
+        self.last = current
+        self.tokens += 1
+        for _ in range(COUNTED):
+            if current == START:
+                break
+            self.count[current] += 1
+            current = self.link[current]
+
+    def _shared(self, state: int, token: int) -> int:
+        """The state of exactly the contexts of `state` followed by `token`, split off if it holds longer ones."""
+        target = self.next[state][token]
+        if self.length[target] == self.length[state] + 1:
+            return target
+        clone = self._state(self.length[state] + 1, dict(self.next[target]), self.link[target], self.count[target])
+        self.link[target] = clone
+        while state != -1 and self.next[state].get(token) == target:
+            self.next[state][token] = clone
+            state = self.link[state]
+        return clone
+
+    def _state(self, length: int, following: dict[int, int], link: int, count: int) -> int:
+        self.length.append(length)
+        self.next.append(following)
+        self.link.append(link)
+        self.count.append(count)
+        return len(self.length) - 1
+
+    def follow(self, match: Match, token: int) -> Match:
+        """The longest context that ends with `token`, given the longest one before it."""
+        state, length = match
+        while state != START and self.length[self.link[state]] >= length:
+            state = self.link[state]  # what others added since has split the state
+        while state != START and token not in self.next[state]:
+            state = self.link[state]
+            length = self.length[state]
+        return Match(self.next[state][token], length + 1) if token in self.next[state] else NO_MATCH
+
+
+class Match(NamedTuple):
+    """A state and how many of the last tokens it stands for."""
+
+    state: int
+    length: int
+
+
+NO_MATCH = Match(START, 0)
+
+
+class Guess(NamedTuple):
+    """A continuation that could be added next; the smallest comes first."""
+
+    cost: float  # minus the chance of the path, by counts
+    order: int
+    state: int
+    parent: int
+    depth: int
+    token: int
+
+
+@dataclass
+class Reader:
+    """How far a request has read one automaton."""
+
+    automaton: Automaton
+    match: Match = NO_MATCH
+    read: int = 0  # tokens of the request seen
+
+
+@dataclass(eq=False)
+class Suffix(Drafter):
+    """The request and all earlier answers as one memory; guesses are as long as the match and as sure as the counts."""
+
+    depth: int = 16
+    width: int = 1
+    min_match: int = 1
+    per_match: float = 1.0  # tokens drafted for each token matched
+    min_chance: float = 0.1  # of a whole path
+    store_tokens: int = 200_000  # most tokens remembered across requests
+    _store: list[Automaton] = field(default_factory=lambda: [Automaton()], init=False, repr=False)  # newest last
+
+    def __post_init__(self) -> None:
+        if self.min_match < 1 or self.width < 1 or self.store_tokens < 0:
+            raise UsageError(f"suffix needs min_match >= 1, width >= 1 and store_tokens >= 0, got {self}")
+
+    @property
+    def shape(self) -> Budget:  # type: ignore[override]
+        return Budget(self.depth, self.depth * self.width, self.width)
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        best, score = Tree([seq.tokens[-1]]), 0.0
+        for reader in self._readers(seq):
+            if reader.match.length >= self.min_match:
+                tree, expected = self._continue(reader, seq.tokens[-1], budget)
+                if expected > score:
+                    best, score = tree, expected
+        return best
+
+    def _continue(self, reader: Reader, root: int, budget: Budget) -> tuple[Tree, float]:
+        """Best-first by counts: the tree and its expected accepted length."""
+        automaton, tree, expected = reader.automaton, Tree([root]), 0.0
+        depth = min(budget.depth, int(self.per_match * reader.match.length))
+        frontier: list[Guess] = []
+
+        def look(state: int, parent: int, chance: float, level: int) -> None:
+            total = sum(automaton.count[s] for token, s in automaton.next[state].items() if token != SEPARATOR)
+            for token, child in automaton.next[state].items() if level <= depth else ():
+                share = chance * automaton.count[child] / total if total and token != SEPARATOR else 0.0
+                if share >= self.min_chance:
+                    # Of two that are equally frequent the newer state goes first.
+                    heapq.heappush(frontier, Guess(-share, -child, child, parent, level, token))
+
+        look(reader.match.state, ROOT, 1.0, 1)
+        while frontier and len(tree) <= budget.nodes:
+            guess = heapq.heappop(frontier)
+            if len(tree.children(guess.parent)) >= budget.width:
+                continue
+            node = tree.add(guess.parent, guess.token, Signal(-guess.cost, 0.0))
+            expected -= guess.cost
+            look(guess.state, node, -guess.cost, guess.depth + 1)
+        return tree, expected
+
+    def _readers(self, seq: Sequence) -> list[Reader]:
+        readers = seq.memory(self, lambda: [Reader(Automaton()), *map(Reader, self._store)])
+        for i, reader in enumerate(readers):
+            for token in seq.tokens[reader.read :]:
+                reader.match = reader.automaton.follow(reader.match, token)
+                if i == 0:  # the request's own: matched before it is added, or it would match itself whole
+                    reader.automaton.add(token)
+            reader.read = len(seq.tokens)
+        return readers
+
+    def close(self, seq: Sequence) -> None:
+        if seq.generated:
+            self.remember(seq.generated)
+
+    def remember(self, tokens: Iterable[int]) -> None:
+        """Add a text to the store; when it is full, its older half goes."""
+        half = self.store_tokens // 2
+        text = [*tokens, SEPARATOR][-half:] if half else []
+        if self._store[-1].tokens + len(text) > half:
+            self._store = [self._store[-1], Automaton()]
+        for token in text:
+            self._store[-1].add(token)

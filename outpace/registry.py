@@ -1,0 +1,75 @@
+"""METHODS: every method by name, imported when it is asked for.
+
+A package of your own adds methods through the entry point group "outpace.methods" (name = "module:Class").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from outpace.drafter import Drafter
+from outpace.errors import UsageError, unknown
+from outpace.policy import POLICIES, Policy
+from outpace.verify import VERIFIERS, Verifier
+
+METHODS: dict[str, str] = {
+    "plain": "outpace.methods.plain:Plain",
+    "draft": "outpace.methods.draft:Draft",
+    "ngram": "outpace.methods.ngram:NGram",
+    "suffix": "outpace.methods.suffix:Suffix",
+    "recycling": "outpace.methods.recycling:Recycling",
+    "lookahead": "outpace.methods.lookahead:Lookahead",
+}
+
+
+def methods() -> dict[str, str]:
+    """Names and where they are: ours, then what installed packages add."""
+    return METHODS | {point.name: point.value for point in entry_points(group="outpace.methods")}
+
+
+def find(name: str) -> type[Drafter]:
+    known = methods()
+    if name not in known:
+        raise unknown("method", name, known)
+    module, _, attribute = known[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def options(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """The options of a method, policy or verifier: its dataclass fields."""
+    return {f.name: f for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else {}
+
+
+def build(kind: str, name: str, cls: type, given: dict[str, Any]) -> Any:
+    """An object of `cls` with these options; a wrong one is named, with the nearest right one."""
+    known = options(cls)
+    for option in given:
+        if option not in known:
+            raise unknown(f"option of {kind} {name!r}", option, known)
+    missing = [
+        f.name
+        for f in known.values()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in given
+    ]
+    if missing:
+        raise UsageError(f"{kind} {name!r} needs {', '.join(missing)}; pass {missing[0]}=...")
+    return cls(**given)
+
+
+def method(name: str, **given: Any) -> Drafter:
+    return build("method", name, find(name), given)
+
+
+def policy(name: str, **given: Any) -> Policy:
+    if name not in POLICIES:
+        raise unknown("policy", name, POLICIES)
+    return build("policy", name, POLICIES[name], given)
+
+
+def verifier(name: str, **given: Any) -> Verifier:
+    if name not in VERIFIERS:
+        raise unknown("verifier", name, VERIFIERS)
+    return build("verifier", name, VERIFIERS[name], given)

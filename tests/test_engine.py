@@ -1,0 +1,182 @@
+"""The loop over ragged batches: rows join, leave, fail and are cancelled without touching each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+
+from outpace.api import Model, Request
+from outpace.engine import Engine
+from outpace.errors import RequestFailed, UsageError
+from outpace.models.base import LM, Job, Output, Scores
+from outpace.testing import ToyLM
+from outpace.tree import Tree
+from tests.conftest import settings_of
+
+PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5]
+
+
+class Poisoned(ToyLM):
+    """Gives NaN for every position of a request that begins with 3, 13."""
+
+    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        outputs = super().forward(jobs, taps)
+        for job, output in zip(jobs, outputs, strict=True):
+            if (self.rows[job.row].tokens + job.pending)[:2] == [3, 13] and output.logits is not None:
+                output.logits[:] = torch.nan
+        return outputs
+
+
+class Cramped(ToyLM):
+    """Runs out of memory when a pass has more than `most` nodes."""
+
+    most = 3
+
+    def score(self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None) -> list[Scores]:
+        if sum(map(len, trees)) > self.most:
+            raise torch.OutOfMemoryError("a pass too large")
+        return super().score(trees, rows, since)
+
+
+def test_rows_join_and_leave(toy: Model, toy_draft: LM) -> None:
+    alone = [toy.generate(p, method="plain", max_tokens=10 + 5 * i).tokens for i, p in enumerate(PROMPTS)]
+    engine = Engine(toy.lm)
+    seqs = [
+        toy.sequence(Request.of(p, {**settings_of("draft", toy_draft), "max_tokens": 10 + 5 * i}))
+        for i, p in enumerate(PROMPTS)
+    ]
+    for seq in seqs:  # one joins every second step
+        engine.submit(seq)
+        engine.step()
+        engine.step()
+    for _ in engine.run():
+        pass
+    assert [seq.generated for seq in seqs] == alone
+    assert not any(row.busy for row in toy.lm.rows)  # type: ignore[attr-defined]
+
+
+def test_more_requests_than_rows(toy: Model) -> None:
+    engine = Engine(toy.lm, max_rows=2)
+    seqs = [toy.sequence(Request.of([i + 1], {"method": "recycling", "max_tokens": 8})) for i in range(7)]
+    for seq in seqs:
+        engine.submit(seq)
+    most = 0
+    while engine.waiting or engine.running:
+        engine.step()
+        most = max(most, len(engine.running))
+    assert most <= 2
+    assert [s.generated for s in seqs] == [toy.generate([i + 1], method="plain", max_tokens=8).tokens for i in range(7)]
+
+
+@pytest.mark.parametrize("method", ["plain", "recycling"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_non_finite_logits_fail_one_request(method: str, temperature: float, toy: Model) -> None:
+    poisoned = Model(Poisoned())
+    good, bad, other = poisoned.generate(
+        [[1, 2], [3, 13, 4], [5]], method=method, temperature=temperature, max_tokens=12
+    )
+    assert bad.finish_reason == "error"
+    assert "non-finite" in bad.error and "position 3" in bad.error
+    plain = [toy.generate(p, method="plain", temperature=temperature, max_tokens=12).tokens for p in ([1, 2], [5])]
+    assert [good.tokens, other.tokens] == plain
+    with pytest.raises(RequestFailed, match="non-finite"):
+        poisoned.generate([3, 13, 4], method=method, temperature=temperature)
+    assert poisoned.generate([1, 2], method=method, temperature=temperature, max_tokens=12).tokens == plain[0]
+
+
+def test_out_of_memory_drops_drafts_then_lets_the_newest_wait(toy: Model) -> None:
+    cramped = Model(Cramped())
+    for prompts in ([[1, 2], [5], [7]], [[1, 2], [5], [7], [8]]):
+        done = cramped.generate(prompts, method="recycling", max_tokens=10)
+        assert [c.finish_reason for c in done] == ["length"] * len(prompts)
+        assert [c.tokens for c in done] == [toy.generate(p, method="plain", max_tokens=10).tokens for p in prompts]
+    cramped.lm.most = 0  # type: ignore[attr-defined]
+    with pytest.raises(RequestFailed, match="too large"):
+        cramped.generate([1, 2])
+
+
+def test_cancel_frees_rows_and_keeps_text(toy: Model) -> None:
+    stream = toy.stream([[1, 2], [3]], method="ngram", max_tokens=50)
+    seen = [next(stream) for _ in range(6)]
+    stream.close()
+    assert not any(row.busy for row in toy.lm.rows)  # type: ignore[attr-defined]
+    done = stream.completions
+    assert [c.finish_reason for c in done] == ["cancelled"] * 2
+    assert done[0].tokens == [t for piece in seen if piece.index == 0 for t in piece.tokens]
+    assert done[0].tokens == toy.generate([1, 2], method="plain", max_tokens=50).tokens[: len(done[0].tokens)]
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_context_is_never_exceeded() -> None:
+    small = Model(ToyLM(context=20))
+    for name in ("plain", "recycling", "ngram"):
+        done = small.generate([1, 2, 3] * 5, method=name, max_tokens=100)
+        assert done.finish_reason == "length"
+        assert done.prompt_tokens + len(done.tokens) == 20
+    with pytest.raises(UsageError, match="the model holds 20"):
+        small.generate(list(range(20)))
+
+
+def test_samples_of_one_prompt(toy: Model) -> None:
+    given: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_tokens": 20}
+    plain = toy.generate([1, 2, 3], method="plain", n=4, **given)
+    drafted = toy.generate([1, 2, 3], method="recycling", n=4, **given)
+    assert [c.tokens for c in plain] == [c.tokens for c in drafted]
+    assert len({tuple(c.tokens) for c in plain}) == 4
+    assert toy.generate([1, 2, 3], method="plain", **given).tokens == plain[0].tokens
+
+
+def test_logprobs(toy: Model, toy_draft: LM) -> None:
+    lm = toy.lm
+    assert isinstance(lm, ToyLM)
+    done = toy.generate([1, 2, 3], **settings_of("draft", toy_draft), logprobs=5, temperature=1.0, max_tokens=12)
+    prefix = [1, 2, 3]
+    for entry in done.logprobs:
+        law = lm.run(prefix)[0][-1].log_softmax(-1)
+        assert entry.logprob == pytest.approx(law[entry.token].item(), abs=1e-12)
+        assert list(entry.top) == law.topk(5).indices.tolist()
+        assert list(entry.top.values()) == pytest.approx(law.topk(5).values.tolist(), abs=1e-12)
+        prefix.append(entry.token)
+    assert prefix[3:] == done.tokens
+
+
+def contrastive_search(lm: ToyLM, prompt: list[int], count: int, alpha: float, k: int) -> list[int]:
+    """The rule as the paper states it, from scratch for every token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        logits, states = lm.run(tokens)
+        law = logits[-1].softmax(-1)
+        past = torch.nn.functional.normalize(states[-1], dim=-1)
+        best = []
+        for token in law.topk(k).indices.tolist():
+            state = torch.nn.functional.normalize(lm.run([*tokens, token])[1][-1][-1], dim=-1)
+            best.append(((1 - alpha) * law[token].item() - alpha * (past @ state).max().item(), token))
+        tokens.append(max(best)[1])
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram", "recycling", "lookahead"])
+def test_contrastive_search(method: str, toy: Model) -> None:
+    assert isinstance(toy.lm, ToyLM)
+    for prompt in PROMPTS:
+        want = contrastive_search(toy.lm, prompt, 15, 0.6, 4)
+        assert toy.generate(prompt, method=method, verifier="contrastive:alpha=0.6,k=4", max_tokens=15).tokens == want
+    batch = toy.generate(PROMPTS, method=method, verifier="contrastive", max_tokens=15)
+    assert [c.tokens for c in batch] == [contrastive_search(toy.lm, p, 15, 0.6, 4) for p in PROMPTS]
+
+
+def test_residual_is_reproducible_and_greedy_exact(toy: Model, toy_draft: LM) -> None:
+    method = settings_of("draft", toy_draft) | {"verifier": "residual", "width": 2, "max_tokens": 30}
+    assert toy.generate([1, 2], **method).tokens == toy.generate([1, 2], method="plain", max_tokens=30).tokens
+    once, again = (toy.generate([1, 2], **method, temperature=1.0, seed=9).tokens for _ in range(2))
+    assert once == again
+
+
+def test_lossy_is_labelled(toy: Model, toy_draft: LM) -> None:
+    method = settings_of("draft", toy_draft)
+    assert toy.generate([1, 2], **method, max_tokens=4).lossless
+    assert not toy.generate([1, 2], **method, verifier="typical", max_tokens=4).lossless
