@@ -1,0 +1,61 @@
+"""load and wrap: a shelf name, a folder, a hub id or a Transformers model becomes a `Model`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.api import Model
+from outpace.errors import OutpaceError, UsageError
+
+
+def load(
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    cache_limit: int | None = None,
+) -> Model:
+    """A model by shelf name, folder or hub id; no code of a checkpoint is ever run.
+
+    `dtype` defaults to float32 on a CPU, where smaller ones are slower, and to the checkpoint's own elsewhere;
+    `cache_limit` bounds the key-value cache, in bytes.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from outpace import shelf
+
+    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else "auto"
+    elif isinstance(dtype, str) and dtype != "auto":
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise UsageError(f"{dtype!r} is not a torch dtype; try float32, bfloat16, float16 or float64")
+        dtype = getattr(torch, dtype)
+    source = shelf.fetch(str(name)) if str(name) in shelf.SHELF else name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        known = ", ".join(shelf.SHELF)
+        raise OutpaceError(
+            f"cannot load {str(name)!r}: it is no shelf name ({known}), and as a folder or hub id: {error}"
+        ) from error
+    return wrap(model.to(device), tokenizer, name=Path(name).name, cache_limit=cache_limit)
+
+
+def wrap(model: Any, tokenizer: Any = None, *, name: str | None = None, cache_limit: int | None = None) -> Model:
+    """A Transformers model that is already in memory; it is not changed."""
+    from outpace.models.hf import adapt
+
+    return Model(adapt(model, cache_limit), tokenizer, _stop_tokens(model, tokenizer), name or type(model).__name__)
+
+
+def _stop_tokens(model: Any, tokenizer: Any) -> set[int]:
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return found

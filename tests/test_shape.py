@@ -1,0 +1,92 @@
+"""The shape of the code is a promise too: small files, short functions, few parameters, imports that point one way."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import outpace
+
+ROOT = Path(outpace.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+MOST_LINES, MOST_FUNCTION, MOST_PARAMETERS = 320, 60, 6
+
+# Signatures that are not ours to choose: Transformers calls these two, and a command's parameters are its flags.
+FOREIGN = {("models/attention.py", "attend"), ("dropin.py", "decode"), ("cli.py", "generate"), ("cli.py", "chat")}
+
+# A module may import those of its own layer and of the layers above it in this list.
+LAYERS = [
+    {"version", "errors", "noise"},
+    {"tree", "stats"},
+    {"sequence"},
+    {"sample", "processors", "grammar", "drafter", "text"},
+    {"verify", "policy"},
+    {"models", "shelf"},
+    {"engine", "testing"},
+    {"methods", "registry"},
+    {"api"},
+    {"loading"},
+    {"dropin", "display", "cli", "__init__", "__main__"},
+]
+HEAVY = {"models", "shelf", "loading", "dropin", "grammar", "cli"}  # may import transformers
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def layer_of(module: str) -> int:
+    return next(i for i, layer in enumerate(LAYERS) if module in layer)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_sizes(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= MOST_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < MOST_FUNCTION, node.name
+            arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            counted = [a for a in arguments if a.arg not in ("self", "cls")]
+            if (name_of(path), node.name) not in FOREIGN:
+                assert len(counted) <= MOST_PARAMETERS, node.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_point_one_way(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    lazy = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.If) for n in ast.walk(f)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom | ast.Import) or id(node) in lazy:
+            continue
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        if isinstance(node, ast.ImportFrom) and node.module == "outpace":
+            names = [f"outpace.{a.name}" for a in node.names]
+        for name in names:
+            if name.startswith("transformers"):
+                assert own in HEAVY, f"{name} outside of an adapter"
+            if name.startswith("outpace."):
+                assert layer_of(name.split(".")[1]) <= layer_of(own), name
+                assert own != "methods" or name.split(".")[1] != "methods", "methods do not import each other"
+
+
+def test_public_names() -> None:
+    assert sorted(outpace.__all__, key=str) == sorted(set(outpace.__all__))
+    for name in outpace.__all__:
+        assert hasattr(outpace, name)
+    public = {n for n, v in vars(outpace).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert public == set(outpace.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    dotted = "outpace." + name_of(path).removesuffix(".py").replace("/", ".")
+    module = dotted.removesuffix(".__init__")
+    if not module.endswith("__main__"):
+        assert importlib.import_module(module).__doc__
