@@ -171,9 +171,9 @@ class SlotLM(ABC):
         self.rows[index].hidden = [] if hidden is None or not length else [hidden[:length]]
 
     def release(self, row: int) -> None:
-        self.rows[row].busy = False
-        self.rows[row].tree = None
-        self.rows[row].pending = []
+        left = self.rows[row]
+        left.busy, left.pending = False, []
+        left.tree, left.provisional, left.scored = None, None, 0
 
     def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
         for wanted, index in zip(tokens, rows, strict=True):

@@ -6,6 +6,7 @@ config. All rows of a pass are packed into one sequence of length "nodes of all 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 
 import torch
@@ -21,6 +22,7 @@ from outpace.models.native import NativeLM
 from outpace.models.taps import apart, context_length, decoder_layers, recording, twin
 from outpace.tree import Tree
 
+logger = logging.getLogger(__name__)
 PROBE = 8  # tokens of each text on which an adapter is tried
 
 
@@ -28,7 +30,11 @@ def adapt(model: PreTrainedModel, cache_limit: int | None = None) -> LM:
     """The fastest adapter that this model allows; `UnsupportedModel` names one that none of them can run."""
     if model.config.is_encoder_decoder or not model.can_generate():
         raise UnsupportedModel(f"{type(model).__name__} is not a causal language model")
-    return PackedLM.fitting(model, cache_limit) or NativeLM(model)
+    packed = PackedLM.fitting(model, cache_limit)
+    if packed is not None:
+        return packed
+    logger.info("%s runs with its own cache: chains only, one row at a time", type(model).__name__)
+    return NativeLM(model)
 
 
 def view(model: PreTrainedModel, layers: Seq[int] | None = None) -> PreTrainedModel:

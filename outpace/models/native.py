@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from outpace.errors import UnsupportedModel
-from outpace.models.base import RIDE, Job, Output, Scores, SlotLM
+from outpace.models.base import RIDE, Job, Output, SlotLM
 from outpace.models.taps import apart, context_length, recording, twin
-from outpace.tree import ROOT, Tree
+from outpace.tree import ROOT
 
 PROBE = 16  # tokens of context in the trial of a model
 
@@ -121,12 +121,6 @@ class NativeLM(SlotLM):
             states.append(recorded)
         hidden = {tap: torch.cat([recorded[tap] for recorded in states]) for tap in taps}
         return Output(torch.cat(logits)[-nodes:] if job.tree is not None else None, hidden)
-
-    def score(self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None) -> list[Scores]:
-        for i, index in enumerate(rows):
-            if self.rows[index].tree is not None and not (since and since[i]):
-                self.keep_row(index, [])  # nothing of the tree before was kept, and it is still in the state
-        return super().score(trees, rows, since)
 
     def release(self, row: int) -> None:
         if self.rows[row].tree is not None:  # its nodes are in the state, and only the root is sure to be of the text

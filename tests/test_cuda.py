@@ -1,0 +1,62 @@
+"""The same promises on a GPU; skipped where there is none. The choices are those of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import outpace
+from outpace import registry
+from outpace.api import Model
+from tests.conftest import settings_of
+from tests.tiny_models import MODELS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+METHODS = [name for name in registry.methods() if registry.find(name).lossless]
+PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 9]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "top_p": 0.95, "seed": 3},
+    "constrained": {
+        "repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {3: 2.0}, "banned": [[4], [1, 2]],
+        "min_tokens": 10, "stop_tokens": [7], "temperature": 0.8, "top_k": 30, "logprobs": 3,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt_oss", "qwen3_next", "mamba2"])
+def pair(request: pytest.FixtureRequest) -> tuple[Model, Model]:
+    """The same weights on both devices, in float64, or float32 for mixtures of experts: near ties do not happen."""
+    model = MODELS[request.param]()
+    there = MODELS[request.param]().cuda()
+    there.load_state_dict(model.state_dict())
+    return outpace.wrap(model), outpace.wrap(there)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", METHODS)
+def test_gpu_equals_cpu(name: str, setting: str, pair: tuple[Model, Model]) -> None:
+    cpu, gpu = pair
+    given = {"max_tokens": 24, **SETTINGS[setting]}
+    draft = gpu.lm.slice([0, 1]) if gpu.lm.trees else gpu.lm  # type: ignore[attr-defined]
+    want = [c.tokens for c in cpu.generate(PROMPTS, method="plain", **given)]
+    found = gpu.generate(PROMPTS, **settings_of(name, draft), **given)
+    assert [c.tokens for c in found] == want
+
+
+@pytest.mark.parametrize("verifier", ["residual", "typical", "contrastive"])
+def test_verifiers_run(verifier: str, pair: tuple[Model, Model]) -> None:
+    _, gpu = pair
+    if gpu.lm.trees:
+        given = {"verifier": verifier, "temperature": 0.9, "max_tokens": 16, "width": 2}
+        found = gpu.generate(PROMPTS, **settings_of("draft", gpu.lm.slice([0, 1])), **given)  # type: ignore[attr-defined]
+        assert [len(c.tokens) for c in found] == [16] * 3
+
+
+def test_out_of_memory_fails_one_request() -> None:
+    model = MODELS["llama"]().cuda()
+    lm = outpace.wrap(model, cache_limit=2**16)
+    short, long = lm.generate([[1, 2], list(range(50)) * 20], method="ngram", max_tokens=8)
+    assert short.finish_reason == "length" and long.finish_reason == "error"
