@@ -92,7 +92,7 @@ class Completion:
             finish_reason=seq.finish_reason,
             stats=seq.stats,
             prompt_tokens=seq.prompt_length,
-            method=type(seq.drafter).__name__.lower(),
+            method=seq.drafter.name or type(seq.drafter).__name__,
             lossless=seq.drafter.lossless and seq.verifier.lossless,
             logprobs=seq.logprobs if seq.limits.logprobs is not None else None,
             error=seq.error,
@@ -178,6 +178,7 @@ class Model:
         return Stream(self, self._requests(prompt, settings)[0])
 
     def _requests(self, prompt: Any, settings: dict[str, Any]) -> tuple[list[Request], bool]:
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # ids as a tensor or an array
         single = isinstance(prompt, str | Request) or is_chat(prompt) or (is_ids(prompt) and len(prompt) > 0)
         if not single and (not isinstance(prompt, Seq) or not prompt):
             raise UsageError("the prompt is empty" if isinstance(prompt, Seq) else f"not a prompt: {prompt!r}")

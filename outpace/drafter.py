@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class Drafter:
     """Base of all methods: what most of them leave as it is. One object serves every row of a batch."""
 
+    name: str = ""  # in the registry
     lossless: ClassVar[bool] = True
     taps: ClassVar[tuple[int, ...]] = ()  # hidden states of the target that it reads from `seq.hidden`
     shape: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less

@@ -199,7 +199,7 @@ class Learned(Policy):
 
     threshold: float = 0.5
     weights: str | Path | None = None  # a safetensors file written by `save`
-    refit_every: int = 256  # examples between two trainings of a policy that came without weights
+    refit_every: int = 256  # examples between two trainings of a policy that came without weights; 0: never
     _model: nn.Sequential | None = field(default=None, init=False, repr=False)
     _seen: deque[Example] = field(default_factory=lambda: deque(maxlen=4096), init=False, repr=False)
     _new: int = field(default=0, init=False, repr=False)
@@ -211,6 +211,13 @@ class Learned(Policy):
 
             self._model = classifier().requires_grad_(False)
             self._model.load_state_dict(load_file(self.weights))
+
+    @classmethod
+    def trained(cls, seen: Iterable[Example], threshold: float = 0.5) -> Learned:
+        """A policy fitted ahead, on `examples(step)` of earlier runs."""
+        policy = cls(threshold=threshold, refit_every=0)
+        policy._model = fit(seen)
+        return policy
 
     def save(self, path: str | Path) -> None:
         from safetensors.torch import save_file
@@ -226,7 +233,7 @@ class Learned(Policy):
         return logit.sigmoid().item() >= self.threshold
 
     def observe(self, seq: Sequence, step: Step) -> None:
-        if self.weights is not None:
+        if self.weights is not None or not self.refit_every:
             return
         new = list(examples(step))
         self._seen.extend(new)

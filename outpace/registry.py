@@ -60,7 +60,9 @@ def build(kind: str, name: str, cls: type, given: dict[str, Any]) -> Any:
 
 
 def method(name: str, **given: Any) -> Drafter:
-    return build("method", name, find(name), given)
+    drafter: Drafter = build("method", name, find(name), given)
+    drafter.name = name
+    return drafter
 
 
 def policy(name: str, **given: Any) -> Policy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol, TypeAlias
 
 from outpace.errors import UsageError
@@ -32,7 +33,7 @@ def is_chat(prompt: Any) -> bool:
 
 def is_ids(prompt: Any) -> bool:
     """True for a list of token ids."""
-    return isinstance(prompt, Seq) and not isinstance(prompt, str) and all(isinstance(p, int) for p in prompt)
+    return isinstance(prompt, Seq) and not isinstance(prompt, str) and all(isinstance(p, Integral) for p in prompt)
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab: int) -> list[int]:

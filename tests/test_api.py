@@ -43,6 +43,14 @@ def test_wrong_prompts(prompt: Any, toy: Model) -> None:
         toy.generate(prompt)
 
 
+def test_ids_as_tensors_and_arrays(toy: Model) -> None:
+    want = toy.generate([1, 2, 3], max_tokens=5).tokens
+    ids = torch.tensor([1, 2, 3])
+    for prompt in (ids, ids.numpy(), list(ids.numpy())):
+        assert toy.generate(prompt, max_tokens=5).tokens == want
+    assert [c.tokens for c in toy.generate(torch.stack([ids, ids]), max_tokens=5)] == [want, want]
+
+
 def test_nothing_runs_when_one_request_is_wrong(toy: Model) -> None:
     with pytest.raises(UsageError, match="vocabulary"):
         toy.generate([[1, 2], [3, 999]])

@@ -362,6 +362,19 @@ def test_learned_saves_and_loads(tmp_path: Path) -> None:
     assert not loaded.proceed(seq, Signal(0.6, 0.8, (0.6,)), 1)
 
 
+def test_learned_is_trained_ahead_on_the_steps_of_a_run() -> None:
+    model, draft = Model(ToyLM()), ToyLM(layers=1)
+    run = model.stream([[1, 2], [3]], method="draft", draft=draft, temperature=1.0, max_tokens=60)
+    seen = [example for piece in run if piece.step is not None for example in examples(piece.step)]
+    assert {example.accepted for example in seen} == {True, False}
+    policy = Learned.trained(seen)
+    plain = model.generate([5, 6], method="plain", max_tokens=40)
+    found = model.generate([5, 6], method="draft", draft=draft, depth=8, policy=policy, max_tokens=40)
+    fixed = model.generate([5, 6], method="draft", draft=draft, depth=8, max_tokens=40)
+    assert found.tokens == plain.tokens
+    assert found.stats.drafted < fixed.stats.drafted
+
+
 def test_learned_drafts_on_until_it_has_seen_enough_and_then_learns() -> None:
     policy = Learned(refit_every=40)
     seq = sequence(policy=policy)
