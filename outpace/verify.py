@@ -10,7 +10,7 @@ next      the choice at the last accepted node: it is emitted too and becomes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -158,30 +158,53 @@ class Residual(Verifier):
 
 def traverse(tree: Tree, law: Callable[[int], Tensor], chance: Chance) -> tuple[list[int], int]:
     """Accepted path and next token: leaves first, each rejection moving what is left of the law to the rest."""
+    stack = [Visit.of(tree, ROOT, 1.0, law)]
+    while True:
+        visit = stack[-1]
+        child = next(visit.children, None)
+        if child is not None:
+            reach = visit.offer(tree.tokens[child])
+            if reach > 0:  # else it cannot be accepted, and its law need not even exist
+                stack.append(Visit.of(tree, child, reach, law))
+            else:
+                visit.reject(tree.tokens[child])
+        elif chance.flip(visit.reach) or visit.node == ROOT:  # by rounding alone the root could miss
+            return tree.path(visit.node), chance.draw(visit.p)
+        else:
+            stack.pop()
+            stack[-1].reject(tree.tokens[visit.node])
 
-    def visit(node: int, reach: float) -> tuple[list[int], int] | None:
-        if reach == 0:
-            return None  # cannot be accepted, and its law need not even exist
-        p = law(node)  # [vocab]
-        q = tree.probs.get(node)
-        q = None if q is None else q.to(p)
-        for child in tree.children(node):
-            token = tree.tokens[child]
-            guess = torch.zeros_like(p).index_fill_(0, torch.tensor(token, device=p.device), 1.0) if q is None else q
-            found = visit(child, min(1.0, reach * float(p[token]) / max(float(guess[token]), 1e-300)))
-            if found is not None:
-                return found
-            rest = (reach * p - guess).clamp(min=0)
-            mass = float(rest.sum())
-            reach = mass / (mass + (1 - reach)) if mass + (1 - reach) > 0 else 1.0
-            p = rest / mass if mass > 0 else p  # no mass is left by rounding only: keep the law
-            if q is not None:
-                q = q.index_fill(0, torch.tensor(token, device=q.device), 0.0)
-                q = q / q.sum().clamp(min=1e-300)
-        return (tree.path(node), chance.draw(p)) if chance.flip(reach) else None
 
-    found = visit(ROOT, 1.0)
-    return found if found is not None else ([ROOT], chance.draw(law(ROOT)))
+@dataclass
+class Visit:
+    """A node that is being looked at: its chance of acceptance, and what is left of the two laws at it."""
+
+    node: int
+    reach: float
+    children: Iterator[int]
+    p: Tensor  # [vocab]
+    q: Tensor | None  # [vocab]; None when its children are certain guesses
+
+    @classmethod
+    def of(cls, tree: Tree, node: int, reach: float, law: Callable[[int], Tensor]) -> Visit:
+        p, q = law(node), tree.probs.get(node)
+        return cls(node, reach, iter(tree.children(node)), p, None if q is None else q.to(p))
+
+    def offer(self, token: int) -> float:
+        """The chance that the child with this token is accepted, if nothing below it is."""
+        guess = 1.0 if self.q is None else max(float(self.q[token]), 1e-300)
+        return min(1.0, self.reach * float(self.p[token]) / guess)
+
+    def reject(self, token: int) -> None:
+        at = torch.tensor(token, device=self.p.device)
+        guess = torch.zeros_like(self.p).index_fill_(0, at, 1.0) if self.q is None else self.q
+        rest = (self.reach * self.p - guess).clamp(min=0)
+        mass = float(rest.sum())
+        self.reach = mass / (mass + (1 - self.reach)) if mass + (1 - self.reach) > 0 else 1.0
+        self.p = rest / mass if mass > 0 else self.p  # no mass is left by rounding only: keep the law
+        if self.q is not None:
+            left = self.q.index_fill(0, at, 0.0)
+            self.q = left / left.sum().clamp(min=1e-300)
 
 
 @dataclass(frozen=True)

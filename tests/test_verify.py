@@ -554,3 +554,19 @@ def test_match_does_not_look_off_the_path() -> None:
         seq = sequence(Sampler(Sampling(temperature)), [0, 3], Match())
         step = Match().verify(seq, tree, Scores(logits))
         assert step.path == [0, 1] and len(step.tokens) == 2
+
+
+def test_a_deep_chain_is_no_problem() -> None:
+    law = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    path, _ = traverse(Tree.chain([1] * 3000), lambda node: law, Always())
+    assert len(path) == 3000
+
+
+class Always:
+    """A chance under which everything that can happen does."""
+
+    def flip(self, prob: float) -> bool:
+        return prob > 0
+
+    def draw(self, weights: Tensor) -> int:
+        return int(weights.argmax())
