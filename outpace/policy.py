@@ -53,9 +53,6 @@ class Policy:
         """Learn from a pass."""
 
 
-Fixed = Policy
-
-
 @dataclass
 class Heuristic(Policy):
     """Two deeper when everything was accepted, one shallower when not."""

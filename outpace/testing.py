@@ -76,7 +76,6 @@ class ByteTokenizer:
     """Text as UTF-8 bytes, with a stop token; has the methods of a Transformers tokenizer that Outpace calls."""
 
     eos_token_id = 256
-    all_special_ids = (256,)
     chat_template = None
 
     def __len__(self) -> int:
