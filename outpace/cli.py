@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from outpace import display
 from outpace.errors import OutpaceError, UsageError
@@ -44,7 +45,8 @@ def _reports_errors(command: Command) -> Command:
         try:
             command(*args, **kwargs)
         except OutpaceError as error:
-            stderr.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True, markup=True)
+            # Escaped, or rich would take the extra out of "pip install 'outpace[shelf]'".
+            stderr.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
         except KeyboardInterrupt:
             stderr.print("interrupted")

@@ -7,8 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from outpace import registry
+from outpace import registry, shelf
 from outpace.cli import app
+from outpace.errors import OutpaceError
 from tests.conftest import SMOLLM2
 
 runner = CliRunner()
@@ -75,6 +76,16 @@ def test_wrong_arguments_are_one_line(arguments: list[str], message: str, smollm
     assert done.exit_code in (1, 2)
     assert message in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.output + done.stderr
+
+
+def test_an_error_is_shown_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise OutpaceError("pip install 'outpace[shelf]' [/red] [")
+
+    monkeypatch.setattr(shelf, "fetch", fail)
+    done = runner.invoke(app, ["shelf", SMOLLM2])
+    assert done.exit_code == 1
+    assert done.stderr == "error: pip install 'outpace[shelf]' [/red] [\n"
 
 
 def test_chat_remembers_and_ends(smollm2: object) -> None:
