@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from outpace import registry
 from outpace.drafter import Drafter
-from outpace.engine import Engine
+from outpace.engine import Engine, Event
 from outpace.errors import RequestFailed, UsageError, unknown
 from outpace.grammar import GrammarCompiler
 from outpace.models.base import LM
@@ -21,6 +22,7 @@ from outpace.sample import Sampler, Sampling
 from outpace.sequence import FinishReason, Limits, Logprob, Sequence, Step
 from outpace.stats import Stats
 from outpace.text import Prompt, TextStream, Tokenizer, encode, is_chat, is_ids
+from outpace.trace import TraceWriter
 from outpace.verify import Verifier
 
 
@@ -29,7 +31,7 @@ class Request:
     """One prompt and everything that can be set for it; `generate` and `stream` take the same names as keywords."""
 
     prompt: Prompt
-    method: str | Drafter = "auto"
+    method: str | Drafter = "auto"  # also "name:option=value,..."
     draft: Model | LM | None = None
     policy: str | Policy = "fixed"
     verifier: str | Verifier = "match"
@@ -58,6 +60,9 @@ class Request:
         own = {f.name for f in dataclasses.fields(cls)} - {"prompt", "sampling", "options"}
         sampled = {f.name for f in dataclasses.fields(Sampling)}
         name = given.get("method", "auto")
+        if isinstance(name, str):
+            name, spelled = registry.parse(name)
+            given = {**spelled, **given, "method": name}
         optional = set(registry.options(registry.find(name))) if isinstance(name, str) and name != "auto" else set()
         for key in given:
             if key not in own | sampled | optional:
@@ -114,12 +119,15 @@ class Piece:
 class Stream(Iterator[Piece]):
     """Pieces of one or more requests as they come; `completions` is what there is of each at any time."""
 
-    def __init__(self, model: Model, requests: list[Request]):
+    def __init__(self, model: Model, requests: list[Request], trace: TraceWriter | None = None):
         # Every request is checked before the first one runs.
         self._seqs = [model.sequence(request, i) for request in requests for i in range(request.n)]
         self._engine = Engine(model.lm)
         for seq in self._seqs:
             self._engine.submit(seq)
+        self._trace = trace
+        if trace is not None:
+            trace.begin(self._seqs)
         self._index = {seq.id: i for i, seq in enumerate(self._seqs)}
         self._events = self._engine.run()
 
@@ -131,6 +139,8 @@ class Stream(Iterator[Piece]):
             if seq.finished:
                 seq.watcher.finish()
             runs = [(span.text, seq.drafted[span.token]) for span in seq.watcher.take()]
+        if self._trace is not None:
+            self._trace.event(event)
         index, text = self._index[seq.id], "".join(text for text, _ in runs)
         return Piece(text, runs, tokens, event.step, index, Completion.of(seq) if seq.finished else None)
 
@@ -139,6 +149,8 @@ class Stream(Iterator[Piece]):
         for seq in self._seqs:
             if not seq.finished:
                 self._engine.cancel(seq)
+                if self._trace is not None:
+                    self._trace.event(Event(seq))
         self._events.close()
 
     @property
@@ -157,13 +169,17 @@ class Model:
         self._methods: dict[Any, Drafter] = {}  # so that what a method learned serves the next call
         self._compilers: dict[frozenset[int], GrammarCompiler] = {}
 
-    def generate(self, prompt: Any, **settings: Any) -> Any:
+    def generate(self, prompt: Any, *, trace: str | Path | TraceWriter | None = None, **settings: Any) -> Any:
         """Complete one prompt, or a list of them as one batch; `n` samples of one prompt come as a list.
 
-        Settings are the fields of `Request` and of `Sampling`, and the options of the method.
+        Settings are the fields of `Request` and of `Sampling`, and the options of the method. `trace` is a file, or a
+        writer that several calls share.
         """
         requests, many = self._requests(prompt, settings)
-        stream = Stream(self, requests)
+        if isinstance(trace, str | Path):
+            with TraceWriter(trace, self.tokenizer, self.name) as writer:
+                return self.generate(prompt, trace=writer, **settings)
+        stream = Stream(self, requests, trace)
         for _ in stream:
             pass
         results = stream.completions
@@ -173,9 +189,9 @@ class Model:
             raise RequestFailed(results[0].error)
         return results[0]
 
-    def stream(self, prompt: Any, **settings: Any) -> Stream:
+    def stream(self, prompt: Any, *, trace: TraceWriter | None = None, **settings: Any) -> Stream:
         """The same, as it comes: one piece per pass of each prompt. Closing the stream cancels the rest."""
-        return Stream(self, self._requests(prompt, settings)[0])
+        return Stream(self, self._requests(prompt, settings)[0], trace)
 
     def _requests(self, prompt: Any, settings: dict[str, Any]) -> tuple[list[Request], bool]:
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # ids as a tensor or an array
@@ -237,11 +253,10 @@ class Model:
         """An object, or one made from "name" or "name:option=value,option=value"."""
         if not isinstance(given, str):
             return given
-        name, _, rest = given.partition(":")
-        options = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
         key = (make.__name__, given)
         if key not in self._methods:
-            self._methods[key] = make(name, **{k: _number(v) for k, v in options.items()})
+            name, options = registry.parse(given)
+            self._methods[key] = make(name, **options)
         return self._methods[key]
 
     def _watcher(self, request: Request) -> TextStream | None:
@@ -281,12 +296,3 @@ class Model:
 
 def _vocabulary(tokenizer: Any) -> Any:
     return tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else len(tokenizer)
-
-
-def _number(value: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return {"true": True, "false": False, "none": None}.get(value.lower(), value)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,9 @@ class Event:
 
     seq: Sequence
     step: Step | None = None
+    scores: Scores | None = None  # of the nodes of the step's tree
+    seconds: dict[str, float] = field(default_factory=dict)  # of the whole pass: prefill, draft, score, verify, keep
+    rows: int = 1  # requests that shared the pass
 
 
 class Engine:
@@ -79,6 +82,7 @@ class Engine:
             trees = self._draft()
         with timed(seconds, "score"):
             scores, failed = self._score(trees)
+            _finish(scores)
         with timed(seconds, "verify"):
             steps = {seq.id: self._verify(seq, trees[seq.id], scores[seq.id]) for seq in self.running}
         with timed(seconds, "keep"):
@@ -87,10 +91,11 @@ class Engine:
             for seq, step in kept:
                 self._observe(seq, step, scores[seq.id])
         events += [Event(seq) for seq in failed]
+        rows = len(self.running)
         for seq in list(self.running):
             for name, spent in seconds.items():
                 seq.stats.seconds[name] = seq.stats.seconds.get(name, 0.0) + spent
-            events.append(Event(seq, steps[seq.id]))
+            events.append(Event(seq, steps[seq.id], scores[seq.id], seconds, rows))
             if seq.finished:
                 self._leave(seq)
         return events
@@ -193,6 +198,12 @@ class Engine:
 def _row(seq: Sequence) -> int:
     assert seq.row is not None, "a running sequence has a row"
     return seq.row
+
+
+def _finish(scores: dict[int, Scores]) -> None:
+    """Wait for the device, so that the time of a pass is not counted as that of whoever reads its result first."""
+    if any(found.logits.is_cuda for found in scores.values()):
+        torch.cuda.synchronize()
 
 
 def _taps(seq: Sequence) -> tuple[int, ...]:

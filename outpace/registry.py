@@ -43,6 +43,25 @@ def options(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else {}
 
 
+def parse(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of "name" or "name:option=value,option=value"."""
+    name, _, rest = spec.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
+    for option, equals, _ in pairs:
+        if not equals:
+            raise UsageError(f"{option!r} in {spec!r} is not of the form option=value")
+    return name.strip(), {option.strip(): _value(value.strip()) for option, _, value in pairs}
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
 def build(kind: str, name: str, cls: type, given: dict[str, Any]) -> Any:
     """An object of `cls` with these options; a wrong one is named, with the nearest right one."""
     known = options(cls)

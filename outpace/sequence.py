@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -136,6 +136,13 @@ class Sequence:
 
     def fail(self, message: str) -> None:
         self.finish_reason, self.error = "error", message
+
+
+def first_difference(a: Seq[Any], b: Seq[Any]) -> int | None:
+    """Where two texts, or lists of tokens, part; None if they are the same."""
+    if len(a) == len(b) and all(x == y for x, y in zip(a, b, strict=True)):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _logprob(token: int, logits: Tensor, count: int) -> Logprob:

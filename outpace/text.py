@@ -117,11 +117,18 @@ class TextStream:
             self._extend(self.detokenizer.push(token))
         self._ends.append(len(self.text))
 
+    def of(self, start: int, end: int) -> list[str]:
+        """The text that each of these tokens completed; bytes of a character count for the token that ends it."""
+        ends = [0, *self._ends]
+        return [self.text[ends[i] : ends[i + 1]] for i in range(start, end)]
+
     def finish(self) -> None:
         """No more tokens: what waited is text now."""
         if not self.stopped:
             self._extend(self.detokenizer.flush())
             self.stops = ()
+        if self._ends:
+            self._ends[-1] = len(self.text)
 
     def _extend(self, piece: str) -> None:
         self.text += piece
@@ -148,8 +155,6 @@ class TextStream:
             if upto > start:
                 spans.append(Span(self.text[start:upto], token))
                 start = upto
-        if end > start:  # what the end of the request set free
-            spans.append(Span(self.text[start:end], len(self._ends) - 1))
         self._taken = end
         return spans
 

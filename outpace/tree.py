@@ -50,6 +50,7 @@ class Tree:
     parents: list[int] = field(default_factory=lambda: [-1])
     signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
     probs: dict[int, Tensor] = field(default_factory=dict)  # node -> law its children were drawn from, [vocab]
+    sources: dict[int, str] = field(default_factory=dict)  # node -> who proposed it, if not simply the drafter
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
@@ -71,7 +72,7 @@ class Tree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int, signal: Signal | None = None) -> int:
+    def add(self, parent: int, token: int, signal: Signal | None = None, source: str = "") -> int:
         """The child of `parent` that carries `token`, made if it is not there."""
         node = self._children[parent].get(token)
         if node is None:
@@ -82,6 +83,8 @@ class Tree:
             self._children.append({})
             if signal is not None:
                 self.signals[node] = signal
+            if source:
+                self.sources[node] = source
         return node
 
     def add_path(self, tokens: Iterable[int], budget: Budget) -> None:
@@ -158,4 +161,5 @@ class Tree:
             [-1 if n == ROOT else kept[self.parents[n]] for n in kept],
             {kept[n]: s for n, s in self.signals.items() if n in kept},
             {kept[n]: q for n, q in self.probs.items() if n in kept},
+            {kept[n]: s for n, s in self.sources.items() if n in kept},
         )

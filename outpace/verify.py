@@ -226,7 +226,7 @@ class Contrastive(Verifier):
 
     def prepare(self, seq: Sequence, tree: Tree) -> Tree:
         for token in seq.memory(self, list[int]):
-            tree.add(ROOT, token)
+            tree.add(ROOT, token, source="contrastive")
         return tree
 
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:

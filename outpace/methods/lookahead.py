@@ -46,11 +46,11 @@ class Lookahead(Drafter):
         tree = Tree([seq.tokens[-1]])
         for rest in reversed(state.pool.get(seq.tokens[-1], OrderedDict())):
             tree.add_path(rest, budget)
-        spine = ROOT
+        spine, window = ROOT, f"{self.name}: window"
         for column in range(self.window):
-            spine = node = tree.add(spine, state.levels[0][column])
+            spine = node = tree.add(spine, state.levels[0][column], source=window)
             for level in state.levels[1:]:
-                node = tree.add(node, level[column])
+                node = tree.add(node, level[column], source=window)
         return tree
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:

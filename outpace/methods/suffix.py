@@ -105,6 +105,7 @@ class Reader:
     """How far a request has read one automaton."""
 
     automaton: Automaton
+    source: str
     match: Match = NO_MATCH
     read: int = 0  # tokens of the request seen
 
@@ -157,13 +158,13 @@ class Suffix(Drafter):
             guess = heapq.heappop(frontier)
             if len(tree.children(guess.parent)) >= budget.width:
                 continue
-            node = tree.add(guess.parent, guess.token, Signal(-guess.cost, 0.0))
+            node = tree.add(guess.parent, guess.token, Signal(-guess.cost, 0.0), reader.source)
             expected -= guess.cost
             look(guess.state, node, -guess.cost, guess.depth + 1)
         return tree, expected
 
     def _readers(self, seq: Sequence) -> list[Reader]:
-        readers = seq.memory(self, lambda: [Reader(Automaton()), *map(Reader, self._store)])
+        readers = seq.memory(self, self._fresh)
         for i, reader in enumerate(readers):
             for token in seq.tokens[reader.read :]:
                 reader.match = reader.automaton.follow(reader.match, token)
@@ -171,6 +172,10 @@ class Suffix(Drafter):
                     reader.automaton.add(token)
             reader.read = len(seq.tokens)
         return readers
+
+    def _fresh(self) -> list[Reader]:
+        earlier = [Reader(automaton, f"{self.name}: earlier answers") for automaton in self._store]
+        return [Reader(Automaton(), f"{self.name}: this request"), *earlier]
 
     def close(self, seq: Sequence) -> None:
         if seq.generated:

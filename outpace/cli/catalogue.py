@@ -1,0 +1,46 @@
+"""outpace methods and outpace shelf: what there is."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from outpace import display
+from outpace.cli.common import app, reports_errors
+from outpace.cli.flags import AsJson
+
+
+@app.command()
+@reports_errors
+def methods(
+    as_json: AsJson = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the methods as a Markdown table.")] = False,
+) -> None:
+    """List the methods, policies and verifiers with their options."""
+    if as_json:
+        typer.echo(json.dumps(display.catalogue(), indent=2))
+    elif markdown:
+        typer.echo(display.methods_markdown())
+    else:
+        Console().print(*display.catalogue_tables())
+
+
+@app.command()
+@reports_errors
+def shelf(
+    name: Annotated[str | None, typer.Argument(help="Fetch this one now; without a name, list all.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Demo weights by name: download, check the hash, convert, once."""
+    from outpace import shelf as weights
+
+    if name is not None:
+        folder = weights.fetch(name)
+        typer.echo(json.dumps({"name": name, "folder": str(folder)}) if as_json else str(folder))
+    elif as_json:
+        typer.echo(json.dumps(display.shelf_rows(), indent=2))
+    else:
+        Console().print(display.shelf_table())

@@ -1,0 +1,80 @@
+"""What the commands share: the application, errors, loading, traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from outpace.errors import OutpaceError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from outpace.api import Model
+    from outpace.trace import TraceWriter
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+stderr = Console(stderr=True)
+DEFAULT_MODEL = "smollm2-135m-instruct"
+INTERRUPTED = 130
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def reports_errors(command: Command) -> Command:
+    """Turn an error that a user can act on into one line and an exit code."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except OutpaceError as error:
+            # Escaped, or rich would take the extra out of "pip install 'outpace[shelf]'".
+            stderr.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
+        except KeyboardInterrupt:
+            stderr.print("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+
+    return run  # type: ignore[return-value]
+
+
+def pairs(given: list[str]) -> dict[str, Any]:
+    """name=value pairs; a value is JSON where it can be, else text."""
+    out: dict[str, Any] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"{pair!r} is not of the form name=value")
+        try:
+            out[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            out[name.strip()] = value
+    return out
+
+
+def load_model(name: str, dtype: str | None, device: str | None, exact: bool = False) -> Model:
+    from transformers.utils import logging
+
+    from outpace import shelf
+    from outpace.loading import load
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    if name in shelf.SHELF:
+        shelf.fetch(name)  # shows its own progress, once
+    with stderr.status(f"loading {name}"):
+        return load(name, dtype=dtype, device=device, exact=exact)
+
+
+def tracing(path: Path | None, lm: Model, probs: bool = False) -> AbstractContextManager[TraceWriter | None]:
+    """A writer for this file, or none."""
+    from outpace.trace import TraceWriter
+
+    return TraceWriter(path, lm.tokenizer, lm.name, probs) if path is not None else nullcontext()

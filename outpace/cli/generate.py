@@ -1,0 +1,124 @@
+"""outpace generate and outpace chat: answers as they come."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from outpace import display
+from outpace.cli.common import DEFAULT_MODEL, INTERRUPTED, app, load_model, pairs, reports_errors, tracing
+from outpace.cli.flags import (
+    Device,
+    Draft,
+    Dtype,
+    Exact,
+    MaxTokens,
+    Method,
+    ModelName,
+    Options,
+    PolicyName,
+    Seed,
+    Settings,
+    Temperature,
+    TopK,
+    TopP,
+    TracePath,
+    TraceProbs,
+    VerifierName,
+)
+from outpace.errors import OutpaceError, UsageError
+
+
+@app.command()
+@reports_errors
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    model: ModelName = DEFAULT_MODEL,
+    method: Method = "auto",
+    draft: Draft = None,
+    option: Options = [],  # noqa: B006
+    policy: PolicyName = "fixed",
+    verifier: VerifierName = "match",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    settings: Settings = [],  # noqa: B006
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of live text.")] = False,
+    trace: TracePath = None,
+    trace_probs: TraceProbs = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    exact: Exact = False,
+) -> None:
+    """Answer one prompt; text that came from accepted guesses is green."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise UsageError("the prompt is empty")
+    lm = load_model(model, dtype, device, exact)
+    chat = not raw and getattr(lm.tokenizer, "chat_template", None)
+    given = {
+        "method": method, "policy": policy, "verifier": verifier, "max_tokens": max_tokens,
+        "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
+        **({"draft": load_model(draft, dtype, device)} if draft else {}), **pairs(settings), **pairs(option),
+    }  # fmt: skip
+    with tracing(trace, lm, trace_probs) as writer:
+        pieces = lm.stream([{"role": "user", "content": text}] if chat else text, trace=writer, **given)
+        done = display.silently(pieces) if as_json else display.live(pieces)
+    if as_json:
+        typer.echo(json.dumps(display.to_json(done), ensure_ascii=False))
+    if done.error is not None:
+        raise OutpaceError(done.error)
+    if done.finish_reason == "cancelled":
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+@reports_errors
+def chat(
+    model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")] = DEFAULT_MODEL,
+    method: Method = "auto",
+    draft: Draft = None,
+    option: Options = [],  # noqa: B006
+    policy: PolicyName = "fixed",
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    trace: TracePath = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    exact: Exact = False,
+) -> None:
+    """Talk to a model; text that came from accepted guesses is green. Ctrl-C stops an answer, Ctrl-D ends."""
+    lm = load_model(model, dtype, device, exact)
+    given = {
+        "method": method, "policy": policy, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
+        "seed": seed, **({"draft": load_model(draft, dtype, device)} if draft else {}), **pairs(option),
+    }  # fmt: skip
+    messages = [{"role": "system", "content": system}] if system else []
+    console = Console()
+    console.print(f"[dim]{model}, method {method}; Ctrl-C stops an answer, Ctrl-D ends[/]")
+    with tracing(trace, lm) as writer:
+        while (said := _asked(console)) is not None:
+            if not said.strip():
+                continue
+            messages.append({"role": "user", "content": said})
+            done = display.live(lm.stream(list(messages), trace=writer, **given))
+            messages.append({"role": "assistant", "content": done.text})
+
+
+def _asked(console: Console) -> str | None:
+    """A line of the user's; None when there is no more."""
+    try:
+        return console.input("[bold]> [/]")
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return None

@@ -1,0 +1,49 @@
+"""outpace show: a trace to look at."""
+
+from __future__ import annotations
+
+import webbrowser
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from outpace.cli.common import app, reports_errors
+from outpace.errors import UsageError
+from outpace.show import page, terminal
+from outpace.trace import Trace, read
+
+
+@app.command()
+@reports_errors
+def show(
+    trace: Annotated[Path, typer.Argument(help="A file that --trace wrote.")],
+    output: Annotated[Path | None, typer.Option(help="Where the page goes; default: beside the trace.")] = None,
+    in_terminal: Annotated[bool, typer.Option("--terminal", help="Show it here instead of as a page.")] = False,
+    request: Annotated[int | None, typer.Option(help="Only this request, with --terminal.")] = None,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Write the page and do not open a browser.")] = False,
+) -> None:
+    """Show who proposed what in a trace, and why it was accepted or not, as one HTML file or in the terminal."""
+    if request is not None and not in_terminal:
+        raise UsageError("--request goes with --terminal; the page lets you choose a request")
+    found = read(trace)
+    if in_terminal:
+        _check(found, request)
+        Console().print(terminal.render(page.describe(found), request))
+        return
+    target = trace.with_suffix(".html") if output is None else output
+    if target.resolve() == trace.resolve():
+        raise UsageError(f"the page would overwrite the trace {str(trace)!r}: name another file with --output")
+    page.write(found, target)
+    typer.echo(str(target))
+    if not no_open:
+        with suppress(webbrowser.Error):  # without a browser the path is enough
+            webbrowser.open(target.resolve().as_uri())
+
+
+def _check(trace: Trace, request: int | None) -> None:
+    count = len(trace.requests)
+    if request is not None and not 0 <= request < count:
+        raise UsageError(f"there is no request {request}: the trace has {count}, and the first is 0")
