@@ -17,11 +17,13 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     cache_limit: int | None = None,
+    exact: bool = False,
 ) -> Model:
     """A model by shelf name, folder or hub id; no code of a checkpoint is ever run.
 
     `dtype` defaults to float32 on a CPU, where smaller ones are slower, and to the checkpoint's own elsewhere;
-    `cache_limit` bounds the key-value cache, in bytes.
+    `cache_limit` bounds the key-value cache, in bytes; `exact` makes all passes of one shape, so that results are
+    bit-identical in every dtype, with or without speculation, in any batch (docs/exactness.md).
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,14 +45,22 @@ def load(
         raise OutpaceError(
             f"cannot load {str(name)!r}: it is no shelf name ({known}), and as a folder or hub id: {error}"
         ) from error
-    return wrap(model.to(device), tokenizer, name=Path(name).name, cache_limit=cache_limit)
+    return wrap(model.to(device), tokenizer, name=Path(name).name, cache_limit=cache_limit, exact=exact)
 
 
-def wrap(model: Any, tokenizer: Any = None, *, name: str | None = None, cache_limit: int | None = None) -> Model:
+def wrap(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    name: str | None = None,
+    cache_limit: int | None = None,
+    exact: bool = False,
+) -> Model:
     """A Transformers model that is already in memory; it is not changed."""
     from outpace.models.hf import adapt
 
-    return Model(adapt(model, cache_limit), tokenizer, _stop_tokens(model, tokenizer), name or type(model).__name__)
+    lm = adapt(model, cache_limit, exact)
+    return Model(lm, tokenizer, _stop_tokens(model, tokenizer), name or type(model).__name__)
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> set[int]:

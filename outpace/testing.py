@@ -59,6 +59,14 @@ class ToyLM(SlotLM):
         hidden = {tap: torch.stack([states[tap][-1] for _, states in ran]) for tap in taps}
         return Output(torch.stack(logits) if logits else None, hidden)
 
+    def native(self, tokens: list[int], count: int) -> Tensor:
+        return self.run(tokens)[0][-count:]
+
+    precise = native
+
+    def reference(self) -> ToyLM:
+        return self
+
     def reserve(self, jobs: Seq[Job]) -> None:
         """There is no cache."""
 

@@ -23,13 +23,17 @@ NAME = "outpace"
 class Reach:
     """Who attends to what in one pass; masks are made once and shared by all layers."""
 
-    def __init__(self, cache: SlotCache, jobs: Seq[Job], windows: Seq[int | None], device: torch.device):
+    def __init__(
+        self, cache: SlotCache, jobs: Seq[Job], windows: Seq[int | None], device: torch.device, alone: bool = False
+    ):
+        self.alone = alone  # each query by itself, over its own path: the same arithmetic in every pass
         self.cache = cache
         self.jobs = jobs
         self.windows = windows  # of each layer
         self.device = device
         self.calls = 0  # layers that attended through us
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._paths: dict[tuple[int, int | None], list[Tensor]] = {}
 
     def mask(self, index: int, window: int | None) -> Tensor | None:
         """Mask of job `index`; None when its every query sees its every key."""  # [queries, keys]
@@ -37,6 +41,13 @@ class Reach:
             mask = _mask(self.jobs[index], window)
             self._masks[index, window] = None if bool(mask.all()) else mask.to(self.device)
         return self._masks[index, window]
+
+    def paths(self, index: int, window: int | None) -> list[Tensor]:
+        """Cache entries that each query of job `index` sees, in the order of the text."""  # queries of [keys]
+        if (index, window) not in self._paths:
+            mask = _mask(self.jobs[index], window)
+            self._paths[index, window] = [torch.nonzero(seen).flatten().to(self.device) for seen in mask]
+        return self._paths[index, window]
 
 
 def _mask(job: Job, window: int | None) -> Tensor:
@@ -90,12 +101,19 @@ def attend(
     for index, job in enumerate(reach.jobs):
         count = len(job.tokens)
         q = query[0, :, at : at + count]
+        at += count
+        if reach.alone:
+            for i, path in enumerate(reach.paths(index, window)):
+                k, v = (side[job.row].index_select(1, path) for side in (keys, values))
+                out.append(_attend(q[:, i : i + 1], k, v, None, rule))
+            continue
         # A windowed layer need not look at keys that no query of this job can see.
         first = 0 if window is None else max(0, job.start - window + 1)
         mask = reach.mask(index, window)
         k, v = keys[job.row][:, first : job.end], values[job.row][:, first : job.end]
         out.append(_attend(q, k, v, mask if mask is None else mask[:, first:], rule))
-        at += count
+    if at < query.shape[2]:  # rows that only fill up the pass
+        out.append(query.new_zeros(query.shape[1], query.shape[2] - at, value.shape[3]))
     return torch.cat(out, dim=1).transpose(0, 1)[None], None
 
 

@@ -29,6 +29,16 @@ class Scores:
     hidden: Tensor | None = None  # [nodes, taps], for rows acquired with taps
 
 
+class Reference(Protocol):
+    """What a model says by itself: no loop, no cache, no attention of ours. Proofs compare with it."""
+
+    def native(self, tokens: list[int], count: int) -> Tensor:
+        """Logits after each of the last `count` tokens, in the model's own precision."""  # [count, vocab]
+
+    def precise(self, tokens: list[int], count: int) -> Tensor:
+        """The same in a higher precision."""  # [count, vocab], float64
+
+
 class LM(Protocol):
     """A model as the engine and the drafters see it."""
 
@@ -51,8 +61,14 @@ class LM(Protocol):
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
         """Commit these nodes of the trees last scored, root first, and forget the others."""
 
+    def clear(self) -> None:
+        """Forget what idle rows hold: the next request is computed from its first token on."""
+
     def hidden(self, row: int) -> Tensor | None:
         """Hidden states of the committed tokens, for a row acquired with taps."""  # [tokens, taps]
+
+    def reference(self) -> Reference:
+        """The model by itself, to compare with."""
 
 
 @dataclass
@@ -131,6 +147,10 @@ class SlotLM(ABC):
         """Run one pass and write its keys and values."""
 
     @abstractmethod
+    def reference(self) -> Reference:
+        """The model by itself, to compare with."""
+
+    @abstractmethod
     def reserve(self, jobs: Seq[Job]) -> None:
         """Make room in the cache for these jobs, or raise `CacheFull`."""
 
@@ -174,6 +194,12 @@ class SlotLM(ABC):
         left = self.rows[row]
         left.busy, left.pending = False, []
         left.tree, left.provisional, left.scored = None, None, 0
+
+    def clear(self) -> None:
+        """Forget what idle rows hold: the next request is computed from its first token on."""
+        for index, row in enumerate(self.rows):
+            if not row.busy:
+                self._truncate(index, row, self.crop(index, 0))
 
     def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
         for wanted, index in zip(tokens, rows, strict=True):

@@ -16,9 +16,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from outpace.errors import CacheFull, UnsupportedModel, UsageError
 from outpace.models import attention
-from outpace.models.base import LM, Job, Output, SlotLM
+from outpace.models.base import LM, Job, Output, Reference, SlotLM
 from outpace.models.cache import SlotCache
 from outpace.models.native import NativeLM
+from outpace.models.reference import ModelReference
 from outpace.models.taps import apart, context_length, decoder_layers, recording, twin
 from outpace.tree import Tree
 
@@ -26,21 +27,28 @@ logger = logging.getLogger(__name__)
 PROBE = 8  # tokens of each text on which an adapter is tried
 
 
-def adapt(model: PreTrainedModel, cache_limit: int | None = None) -> LM:
+def adapt(model: PreTrainedModel, cache_limit: int | None = None, exact: bool = False) -> LM:
     """The fastest adapter that this model allows; `UnsupportedModel` names one that none of them can run."""
     if model.config.is_encoder_decoder or not model.can_generate():
         raise UnsupportedModel(f"{type(model).__name__} is not a causal language model")
-    packed = PackedLM.fitting(model, cache_limit)
+    packed = _kind(exact).fitting(model, cache_limit)
     if packed is not None:
         return packed
+    if exact:
+        raise UnsupportedModel(f"exact=True needs packed passes, and {type(model).__name__} runs with its own cache")
     logger.info("%s runs with its own cache: chains only, one row at a time", type(model).__name__)
     return NativeLM(model)
 
 
+def _kind(exact: bool) -> type[PackedLM]:
+    from outpace.models.exact import ExactLM
+
+    return ExactLM if exact else PackedLM
+
+
 def view(model: PreTrainedModel, layers: Seq[int] | None = None) -> PreTrainedModel:
-    """The model, or some of its layers, with our attention, on the same tensors."""
+    """The model, or some of its layers, on the same tensors."""
     ours = twin(model)
-    ours.config._attn_implementation = attention.NAME
     if layers is not None:
         decoder, name = decoder_layers(ours)
         stack, config = getattr(decoder, name), ours.config.get_text_config()
@@ -77,6 +85,7 @@ class PackedLM(SlotLM):
         self.model = model
         self.layers = list(layers) if layers is not None else list(range(len(found)))
         self.view = view(model, layers)
+        self.view.config._attn_implementation = attention.NAME
         self.vocab: int = text.vocab_size
         self.context: int = context_length(model.config)
         self.cache = SlotCache(len(found), cache_limit)
@@ -87,8 +96,8 @@ class PackedLM(SlotLM):
         pass, and then go on, get the logits that the model itself gives them."""
         if not model._supports_attention_backend or windows(model.config) is None:
             return None
+        lm = cls(model)
         try:
-            lm = cls(model)
             if not lm._agrees():
                 return None
         except torch.OutOfMemoryError:
@@ -96,7 +105,7 @@ class PackedLM(SlotLM):
         except (UnsupportedModel, TypeError, ValueError, AttributeError, LookupError, RuntimeError):
             return None  # whatever it is that this model does differently, it can do so with a cache of its own
         lm.cache.measure()
-        lm._forget_idle()
+        lm.clear()
         lm.cache.limit = cache_limit
         return lm
 
@@ -121,30 +130,28 @@ class PackedLM(SlotLM):
 
     def slice(self, layers: Seq[int]) -> PackedLM:
         """An LM of some of the layers, on the same weights, with a cache of its own."""
-        part = PackedLM(self.model, layers, self.cache.limit)
+        part = type(self)(self.model, layers, self.cache.limit)
         part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
         return part
+
+    def reference(self) -> Reference:
+        return ModelReference(view(self.model, self.layers))
 
     def reserve(self, jobs: Seq[Job]) -> None:
         for job in jobs:
             try:
                 self.cache.reserve(job.row, job.end)
             except CacheFull:
-                self._forget_idle()
+                self.clear()
                 self.cache.reserve(job.row, job.end)
 
-    def _forget_idle(self) -> None:
-        """Rows that nobody runs only hold prefixes that might be used again."""
-        for index, row in enumerate(self.rows):
-            if not row.busy:
-                self.cache.forget(index)
-                self._truncate(index, row, 0)
+    def crop(self, row: int, length: int) -> int:
+        if length == 0:
+            self.cache.forget(row)
+        return length
 
     def commit(self, row: int, path: list[int]) -> None:
         self.cache.move(row, len(self.rows[row].tokens), path)
-
-    def crop(self, row: int, length: int) -> int:
-        return length
 
     def copy(self, source: int, target: int, length: int) -> bool:
         try:
@@ -159,7 +166,7 @@ class PackedLM(SlotLM):
             nodes.extend(range(at + len(job.pending), at + len(job.tokens)))
             at += len(job.tokens)
         with recording(self.view, taps) as recorded:
-            logits = self._pass(jobs, torch.tensor(nodes or [at - 1]))
+            logits = self._pass(jobs, nodes or [at - 1])
         outputs, at, node = [], 0, 0
         for job in jobs:
             count, fed = len(job.tokens), len(job.pending)
@@ -169,17 +176,23 @@ class PackedLM(SlotLM):
         return outputs
 
     @torch.no_grad()
-    def _pass(self, jobs: Seq[Job], keep: Tensor) -> Tensor:  # [kept, vocab]
-        device = self.device
-        reach = attention.Reach(self.cache, jobs, self.windows, device)
+    def _pass(self, jobs: Seq[Job], nodes: list[int]) -> Tensor:  # [nodes, vocab]
+        ids, positions = self._inputs(jobs).to(self.device)
+        reach = self._reach(jobs)
         out = self.view(
-            input_ids=torch.tensor([[t for job in jobs for t in job.tokens]], device=device),
-            position_ids=torch.tensor([[p for job in jobs for p in job.positions]], device=device),
+            input_ids=ids[None],
+            position_ids=positions[None],
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=keep.to(device),
+            logits_to_keep=torch.tensor(nodes, device=self.device),
             reach=reach,
         )
         if reach.calls != len(self.layers):
             raise UnsupportedModel(f"{reach.calls} of {len(self.layers)} layers attend through our function")
         return out.logits[0]
+
+    def _inputs(self, jobs: Seq[Job]) -> Tensor:  # [2, tokens of all jobs]: ids and positions
+        return torch.tensor([[t for job in jobs for t in job.tokens], [p for job in jobs for p in job.positions]])
+
+    def _reach(self, jobs: Seq[Job]) -> attention.Reach:
+        return attention.Reach(self.cache, jobs, self.windows, self.device)

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from outpace.errors import UnsupportedModel
-from outpace.models.base import RIDE, Job, Output, SlotLM
+from outpace.models.base import RIDE, Job, Output, Reference, SlotLM
+from outpace.models.reference import ModelReference
 from outpace.models.taps import apart, context_length, recording, twin
 from outpace.tree import ROOT
 
@@ -88,6 +89,9 @@ class NativeLM(SlotLM):
         options = {} if keep is None or not self.selects else {"logits_to_keep": keep}
         out = self.twin(input_ids=ids, use_cache=True, **{self.cache_argument: cache}, **options)
         return out.logits[0, -keep:] if keep is not None else out.logits[0]
+
+    def reference(self) -> Reference:
+        return ModelReference(self.twin)
 
     def reserve(self, jobs: Seq[Job]) -> None:
         """These caches grow by themselves."""

@@ -1,0 +1,43 @@
+"""ModelReference: a Transformers model by itself, in its own precision and in a higher one."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+class ModelReference:
+    """One plain pass over a whole text. The precise copy is made on first use, on a CPU if it fits nowhere else."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self._precise: PreTrainedModel | None = None
+        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def native(self, tokens: list[int], count: int) -> Tensor:
+        return self._run(self.model, tokens, count)
+
+    def precise(self, tokens: list[int], count: int) -> Tensor:
+        if self._precise is None:
+            self._precise = _raised(self.model)
+        return self._run(self._precise, tokens, count).double()
+
+    @torch.no_grad()
+    def _run(self, model: PreTrainedModel, tokens: list[int], count: int) -> Tensor:  # [count, vocab]
+        ids = torch.tensor([tokens], device=model.get_input_embeddings().weight.device)
+        options = {"logits_to_keep": count} if self._selects else {}
+        return model(input_ids=ids, use_cache=False, **options).logits[0, -count:]
+
+
+def _raised(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy in float32 of a 16-bit model, in float64 of any other."""
+    dtype = torch.float32 if model.dtype.itemsize <= 2 else torch.float64
+    try:
+        return copy.deepcopy(model).to(dtype)
+    except torch.OutOfMemoryError:
+        on_cpu = {id(p): torch.nn.Parameter(p.to("cpu", dtype), requires_grad=False) for p in model.parameters()}
+        return copy.deepcopy(model, on_cpu).to("cpu", dtype)

@@ -1,0 +1,112 @@
+"""`exact=True`: the same bits, whatever else is in the pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from outpace import registry
+from outpace.api import Model
+from outpace.errors import UnsupportedModel
+from outpace.loading import wrap
+from outpace.models.base import Job
+from outpace.models.exact import ROWS, ExactLM, _cut, _passes
+from outpace.tree import Tree
+from tests import tiny_models
+from tests.conftest import settings_of
+
+PROMPTS = [[1, 2, 3, 1, 2], list(range(40)), [9, 8, 7, 6] * 5]
+METHODS = [name for name in registry.methods() if registry.find(name).lossless]
+
+
+def exact(kind: str, dtype: torch.dtype, **config: Any) -> Model:
+    return wrap(tiny_models.build(kind, dtype, **config), exact=True)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.float16], ids=["float32", "float16"])
+def llama(request: pytest.FixtureRequest) -> Model:
+    return exact("llama", request.param, num_key_value_heads=2)
+
+
+def bits(model: Model, prompts: Any, **settings: Any) -> list[list[float]]:
+    done = model.generate(prompts, logprobs=0, max_tokens=24, **settings)
+    done = done if isinstance(done, list) else [done]
+    return [[entry.logprob for entry in completion.logprobs] for completion in done]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_the_bits_of_plain_decoding(name: str, llama: Model) -> None:
+    plain = [bits(llama, prompt, method="plain")[0] for prompt in PROMPTS]
+    method = settings_of(name, llama.lm.slice([0, 1]))  # type: ignore[attr-defined]
+    assert bits(llama, PROMPTS, **method) == plain  # in a ragged batch
+    assert [bits(llama, prompt, **method)[0] for prompt in PROMPTS] == plain
+    llama.lm.clear()
+    assert bits(llama, PROMPTS[::-1], **method) == plain[::-1]  # from the first token on, in another order
+
+
+def test_without_it_the_bits_differ() -> None:
+    """Else these tests would show nothing."""
+    model = wrap(tiny_models.build("llama", torch.float32, num_key_value_heads=2))
+    plain = [bits(model, prompt, method="plain")[0] for prompt in PROMPTS]
+    assert bits(model, PROMPTS, method="recycling") != plain
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_windows_soft_caps_and_sinks(kind: str) -> None:
+    config = tiny_models.MODELS[kind]().config.to_dict()
+    model = tiny_models.MODELS[kind]()
+    assert config["vocab_size"] == tiny_models.VOCAB
+    try:
+        held = wrap(model, exact=True)
+    except UnsupportedModel as error:
+        assert "exact=True cannot be kept" in str(error)  # experts see as many rows as are routed to them
+        assert kind == "gpt_oss"
+        return
+    plain = [bits(held, prompt, method="plain")[0] for prompt in PROMPTS]
+    assert bits(held, PROMPTS, method="recycling") == plain
+
+
+def test_hidden_states_come_with_it(llama: Model) -> None:
+    given = {"method": "ngram", "verifier": "contrastive"}
+    assert bits(llama, PROMPTS, **given) == [bits(llama, prompt, **given)[0] for prompt in PROMPTS]
+
+
+def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="runs with its own cache"):
+        wrap(tiny_models.MODELS["mamba2"](), exact=True)
+
+
+def test_a_model_that_mixes_rows_is_refused() -> None:
+    model = tiny_models.build("llama", torch.float32)
+
+    def mixing(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out + 1e-6 * out.mean(dim=1, keepdim=True)
+
+    model.model.layers[0].mlp.register_forward_hook(mixing)
+    with pytest.raises(UnsupportedModel, match="exact=True cannot be kept"):
+        wrap(model, exact=True)
+
+
+def test_a_slice_of_it_is_exact_too(llama: Model) -> None:
+    assert isinstance(llama.lm.slice([0, 2]), ExactLM)  # type: ignore[attr-defined]
+
+
+def test_jobs_are_cut_into_passes_of_one_size() -> None:
+    tree = Tree.chain(list(range(30)))
+    jobs = [Job(0, 4, [1, 2, 3], tree), Job(1, 0, list(range(5))), Job(2, 7, [], tree, since=20)]
+    passes = list(_passes(jobs))
+    assert [sum(len(part.job.tokens) for part in parts) for parts in passes] == [ROWS, ROWS, ROWS]
+    for index, job in enumerate(jobs):
+        mine = [part.job for parts in passes for part in parts if part.owner == index]
+        assert [t for part in mine for t in part.tokens] == job.tokens
+        assert [p for part in mine for p in part.positions] == job.positions
+        assert mine[0].offset == job.offset and mine[-1].end == job.end
+
+
+def test_a_cut_keeps_what_comes_before() -> None:
+    tree = Tree([5, 6, 7, 8], [-1, 0, 0, 1])
+    part = _cut(Job(3, 10, [1, 2], tree), 1, 4)
+    assert (part.start, part.pending, part.since) == (11, [2], 0)
+    assert part.tree is not None and part.tree.tokens == [5, 6]
