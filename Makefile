@@ -25,4 +25,5 @@ check: .venv/ready
 	$(BIN)/mypy
 
 bench: .venv/ready
-	$(BIN)/python benchmarks/methods.py
+	$(BIN)/outpace bench --dtype float32 --device cpu -m ngram -m suffix -m recycling:nodes=8 -m recycling -m lookahead \
+		--limit 2 --max-tokens 24 --rounds 2 --output build/bench --update docs/benchmarks.md#cpu

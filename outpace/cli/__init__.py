@@ -1,9 +1,9 @@
-"""The command line: outpace generate | chat | show | methods | shelf. A module adds its commands when imported."""
+"""The command line: outpace generate | chat | bench | show | methods | shelf. A module adds its commands when imported."""
 
-from outpace.cli import catalogue, generate, show
+from outpace.cli import bench, catalogue, generate, show
 from outpace.cli.common import app
 
-__all__ = ["app", "catalogue", "generate", "main", "show"]
+__all__ = ["app", "bench", "catalogue", "generate", "main", "show"]
 
 
 def main() -> None:

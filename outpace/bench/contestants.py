@@ -1,0 +1,256 @@
+"""Contestants: our methods, and Transformers' own loops, on the same model object."""
+
+from __future__ import annotations
+
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import MISSING, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace import registry
+from outpace.api import Completion, Model, Request
+from outpace.bench.run import Group, Run, Settings
+from outpace.drafter import Drafter
+from outpace.errors import RequestFailed, UsageError, unknown
+from outpace.policy import Policy
+from outpace.stats import Stats
+from outpace.trace import TraceWriter
+from outpace.verify import Verifier
+
+PLAIN = "plain"
+TRANSFORMERS = "Transformers"
+LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A method, policy or verifier with options: "name" or "name:option=value,option=value"."""
+
+    text: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, given: str) -> Spec:
+        return cls(given, *registry.parse(given))
+
+
+def specs(given: Seq[str], draft: bool) -> list[Spec]:
+    """The methods to run, plain first; without names, all that need nothing, and `draft` if there is one."""
+    names = list(given) or [name for name in registry.methods() if _needs(name) <= ({"draft"} if draft else set())]
+    found = [Spec.parse(text) for text in dict.fromkeys([PLAIN, *names])]
+    for spec in found:
+        known = registry.options(registry.find(spec.name))
+        if wrong := set(spec.options) - set(known):
+            raise unknown(f"option of method {spec.name!r}", min(wrong), known)
+        if "draft" in _needs(spec.name) and not draft:
+            raise UsageError(f"method {spec.name!r} needs a draft model: add --draft MODEL")
+    return found
+
+
+def _needs(name: str) -> set[str]:
+    """Options of a method that have no default."""
+    options = registry.options(registry.find(name)).values()
+    return {f.name for f in options if f.default is MISSING and f.default_factory is MISSING}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a contestant gave for a batch."""
+
+    tokens: list[list[int]]
+    stats: Stats | None
+    compared: bool
+
+
+class Timed(ABC):
+    """The part of a contestant that is the same for all: an empty cache, the clock, the memory."""
+
+    name: str
+    models: list[Model]  # whose caches are cleared
+
+    @abstractmethod
+    def answer(self, prompts: list[list[int]], settings: Settings) -> Answers:
+        """Answer these prompts as one batch."""
+
+    def run(self, prompts: list[list[int]], settings: Settings) -> Run:
+        for model in self.models:
+            model.lm.clear()  # nobody profits from a prompt that is still there
+        gc.collect()
+        gc.disable()
+        try:
+            watched = _forget_peak()
+            _wait()
+            start = time.perf_counter()
+            found = self.answer(prompts, settings)
+            _wait()
+            seconds = time.perf_counter() - start
+        finally:
+            gc.enable()
+        return Run(self.name, found.tokens, seconds, found.stats, _peak() if watched else None, found.compared)
+
+
+class Ours(Timed):
+    """A method of Outpace."""
+
+    drafter: Drafter
+    policy: Policy
+    verifier: Verifier
+
+    def __init__(self, model: Model, spec: Spec, draft: Model | None = None, rules: Rules | None = None):
+        self.model, self.spec, self.rules = model, spec, rules or Rules()
+        self.options = dict(spec.options)
+        self.models = [model]
+        if draft is not None and "draft" in registry.options(registry.find(spec.name)):
+            model.method(Request([0], spec.name, draft, options=self.options))  # refuses another vocabulary
+            self.options["draft"] = draft.lm
+            self.models.append(draft)
+        self.fresh()
+        lossless = spec.name == PLAIN or (self.drafter.lossless and self.verifier.lossless)
+        self.name = spec.text if lossless else f"{spec.text} (lossy)"
+
+    def fresh(self) -> None:
+        self.drafter = registry.method(self.spec.name, **self.options)
+        self.policy = registry.policy(self.rules.policy.name, **self.rules.policy.options)
+        self.verifier = registry.verifier(self.rules.verifier.name, **self.rules.verifier.options)
+
+    def answer(self, prompts: list[list[int]], settings: Settings) -> Answers:
+        done = self._generate(prompts, settings)
+        stats = done[0].stats
+        for other in done[1:]:
+            # The rows of a batch share its passes: the longest of their times is that of the batch.
+            longest = {k: max(s, other.stats.seconds.get(k, 0.0)) for k, s in stats.seconds.items()}
+            stats = replace(stats.merge(other.stats), seconds=longest)
+        compared = settings.greedy or self.verifier.shares_noise
+        return Answers([completion.tokens for completion in done], stats, compared)
+
+    def trace(self, groups: Seq[Group], writer: TraceWriter) -> None:
+        """Answer once more, untimed, and write down what every pass did."""
+        self.fresh()
+        for group in groups:
+            self._generate(group.prompts, group.settings, writer)
+
+    def _generate(
+        self, prompts: list[list[int]], settings: Settings, trace: TraceWriter | None = None
+    ) -> list[Completion]:
+        requests = [
+            Request(
+                prompt, self.drafter, policy=self.policy, verifier=self.verifier,
+                max_tokens=settings.max_tokens, sampling=settings.sampling,
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+        done: list[Completion] = self.model.generate(requests, trace=trace)
+        for completion in done:
+            if completion.error is not None:
+                raise RequestFailed(f"{self.name}: {completion.error}")
+        return done
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all our methods run under; plain decoding too, so that a rule is compared with itself."""
+
+    policy: Spec = field(default_factory=lambda: Spec.parse("fixed"))
+    verifier: Spec = field(default_factory=lambda: Spec.parse("match"))
+
+
+class Theirs(Timed):
+    """Transformers' `generate`, with the options that make it speculate or not."""
+
+    def __init__(self, name: str, model: Model, one_by_one: bool = False, **options: Any):
+        self.name = name + (", one by one" if one_by_one else "")
+        self.model, self.one_by_one, self.options = model, one_by_one, options
+        self.models = [model]
+
+    def fresh(self) -> None:
+        """It remembers nothing."""
+
+    def answer(self, prompts: list[list[int]], settings: Settings) -> Answers:
+        torch.manual_seed(settings.sampling.seed)
+        batches = [[prompt] for prompt in prompts] if self.one_by_one else [prompts]
+        tokens = [answer for batch in batches for answer in self._generate(batch, settings)]
+        return Answers(tokens, None, compared=settings.greedy)
+
+    def _generate(self, prompts: list[list[int]], settings: Settings) -> list[list[int]]:
+        model, stops = transformers_model(self.model), self.model.stop_tokens
+        width = max(map(len, prompts))
+        padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        out = model.generate(
+            torch.tensor(padded, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device),
+            max_new_tokens=settings.max_tokens,
+            pad_token_id=0,
+            eos_token_id=sorted(stops) or None,
+            repetition_penalty=1.0,  # a checkpoint may come with another one
+            **_sampling(settings),
+            **self.options,
+        )
+        return [_ended(row, stops) for row in out[:, width:].tolist()]
+
+
+def _sampling(settings: Settings) -> dict[str, Any]:
+    if settings.greedy:
+        return {"do_sample": False}
+    wanted = settings.sampling
+    return {"do_sample": True, "temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": wanted.top_k}
+
+
+def _ended(tokens: list[int], stops: frozenset[int]) -> list[int]:
+    """Up to the stop token; what follows it in a batch is padding."""
+    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[: end + 1]
+
+
+def transformers_model(model: Model) -> Any:
+    """The object that Transformers knows."""
+    found = getattr(model.lm, "model", None)
+    if found is None:
+        raise UsageError(f"{model.name or 'this model'} is not a Transformers model: add --no-transformers")
+    return found
+
+
+def theirs(model: Model, draft: Model | None, batched: bool) -> list[Theirs]:
+    """Transformers plain, with prompt lookup and, given a draft, assisted; the last two take no batches."""
+    transformers_model(model)
+    found = [
+        Theirs(f"{TRANSFORMERS} generate", model),
+        Theirs(f"{TRANSFORMERS} prompt lookup", model, batched, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+    ]
+    if draft is not None:
+        found.append(Theirs(f"{TRANSFORMERS} assisted", model, batched, assistant_model=transformers_model(draft)))
+    return found
+
+
+def _wait() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.memory_allocated() > 0
+
+
+def _forget_peak() -> bool:
+    """False where this cannot be done."""
+    if _on_cuda():
+        torch.cuda.reset_peak_memory_stats()
+        return True
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    except OSError:
+        return False
+    return True
+
+
+def _peak() -> int | None:
+    if _on_cuda():
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)

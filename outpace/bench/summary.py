@@ -1,0 +1,214 @@
+"""Summary: what the runs say. Ratios are paired by group and come with an interval; nothing is averaged away."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence as Seq
+from dataclasses import dataclass, field
+from functools import reduce
+
+import numpy as np
+
+from outpace.bench.contestants import PLAIN, TRANSFORMERS
+from outpace.bench.record import Record
+from outpace.bench.run import Condition, Run
+from outpace.errors import UsageError
+from outpace.sequence import first_difference
+from outpace.stats import Stats
+
+RESAMPLES, SEED = 2000, 0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio and where it lies with 95 % confidence; one group alone says nothing about that."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """An answer that is not plain decoding's."""
+
+    prompt: str
+    batch: int
+    temperature: float
+    position: int  # of the first token that differs
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some of the conditions: those that agree with what is given here."""
+
+    label: str
+    task: str | None = None
+    batch: int | None = None
+    context: int | None = None
+    temperature: float | None = None
+
+    def holds(self, condition: Condition) -> bool:
+        wanted = {name: getattr(self, name) for name in ("task", "batch", "context", "temperature")}
+        return all(value is None or getattr(condition, name) == value for name, value in wanted.items())
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one contestant did in one slice; counts are of one round."""
+
+    contestant: str
+    part: Slice
+    answers: int
+    tokens: int
+    tokens_per_second: float  # median over rounds
+    tokens_per_pass: float | None
+    accepted: int | None
+    drafted: int | None
+    acceptance_by_depth: list[float]
+    draft_share: float | None  # of the time that the loop counts
+    memory: int | None  # peak, in bytes
+    compared: int  # answers that should be plain's
+    divergences: list[Divergence]
+    speedups: dict[str, Interval] = field(default_factory=dict)  # over each baseline
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All of it: in total, then by condition."""
+
+    contestants: list[str]
+    baselines: list[str]
+    total: list[Figures]
+    parts: list[list[Figures]]  # each list is a slice
+
+
+def speedup(runs: Iterable[Run], of: str, over: str) -> Interval:
+    """Tokens per second of one contestant over another's, on the groups both answered.
+
+    Times of a group are medians over rounds; where both give the same tokens, this is the ratio of their summed times.
+    """
+    mine, other = _medians(runs, of), _medians(runs, over)
+    shared = sorted(mine.keys() & other.keys())
+    if not shared:
+        raise UsageError(f"{of} and {over} answered no group in common")
+    table = np.array([[*mine[group], *other[group]] for group in shared])  # [groups, seconds and tokens of each]
+    drawn = np.random.default_rng(SEED).integers(len(shared), size=(RESAMPLES, len(shared)))
+    value = float(_ratio(table.sum(axis=0)))
+    if len(shared) == 1:
+        return Interval(value)
+    low, high = np.percentile(_ratio(table[drawn].sum(axis=1)), [2.5, 97.5])
+    return Interval(value, float(low), float(high))
+
+
+def _ratio(sums: np.ndarray) -> np.ndarray:
+    seconds, tokens, other_seconds, other_tokens = np.moveaxis(sums, -1, 0)
+    return (tokens / seconds) / (other_tokens / other_seconds)
+
+
+def _medians(runs: Iterable[Run], contestant: str) -> dict[int, tuple[float, float]]:
+    """Seconds and tokens by group."""
+    found: dict[int, list[Run]] = {}
+    for run in runs:
+        if run.contestant == contestant:
+            found.setdefault(run.group, []).append(run)
+    return {
+        group: (statistics.median(r.seconds for r in same), statistics.median(r.count for r in same))
+        for group, same in found.items()
+    }
+
+
+def divergences(record: Record, runs: Iterable[Run], contestant: str) -> list[Divergence]:
+    """Answers that differ from plain decoding's in any round, each once."""
+    runs = list(runs)
+    plain = {(run.group, run.round): run for run in runs if run.contestant == PLAIN}
+    groups = {group.number: group for group in record.groups}
+    found: dict[tuple[int, int], Divergence] = {}
+    for run in runs:
+        base = plain.get((run.group, run.round))
+        if run.contestant != contestant or not run.compared or base is None:
+            continue
+        for index, (mine, wanted) in enumerate(zip(run.tokens, base.tokens, strict=True)):
+            position = first_difference(mine, wanted)
+            if position is not None:
+                where = run.condition
+                name = f"{where.task} {groups[run.group].names[index]}"
+                found.setdefault((run.group, index), Divergence(name, where.batch, where.temperature, position))
+    return list(found.values())
+
+
+def summarize(record: Record) -> Summary:
+    present = {run.contestant for run in record.runs}
+    contestants = [name for name in record.header["contestants"] if name in present]
+    baselines = [name for name in contestants if name == PLAIN or name.startswith(TRANSFORMERS)]
+    parts = [[_figures(record, name, part, baselines) for name in contestants] for part in _slices(record)]
+    found = [[figures for figures in part if figures is not None] for part in parts]
+    return Summary(contestants, baselines, found[0], found[1:])
+
+
+def _slices(record: Record) -> Iterator[Slice]:
+    """The total; each batch size and temperature, if there are several; each condition."""
+    conditions = list(dict.fromkeys(run.condition for run in record.runs))
+    sweeps = list(dict.fromkeys((c.batch, c.temperature) for c in conditions))
+    batches, temperatures = {batch for batch, _ in sweeps}, {temperature for _, temperature in sweeps}
+
+    def where(batch: int, temperature: float) -> str:
+        return (f", batch {batch}" if len(batches) > 1 else "") + (
+            f", temperature {temperature:g}" if len(temperatures) > 1 else ""
+        )
+
+    yield Slice("all")
+    if len(sweeps) > 1:
+        for batch, temperature in sweeps:
+            yield Slice(f"all{where(batch, temperature)}", None, batch, None, temperature)
+    for c in conditions:
+        label = c.task if c.context is None else f"{c.task} {c.context}"
+        yield Slice(label + where(c.batch, c.temperature), c.task, c.batch, c.context, c.temperature)
+
+
+def _figures(record: Record, contestant: str, part: Slice, baselines: Seq[str]) -> Figures | None:
+    """None where the run was broken off before it got there."""
+    inside = [run for run in record.runs if part.holds(run.condition)]
+    own = [run for run in inside if run.contestant == contestant]
+    if not own:
+        return None
+    once = list({run.group: run for run in reversed(own)}.values())  # each group's first run
+    counted = [run.stats for run in once if run.stats is not None]
+    stats = reduce(Stats.merge, counted) if counted else None
+    groups = {run.group for run in own}
+    shared = [b for b in baselines if any(run.contestant == b and run.group in groups for run in inside)]
+    return Figures(
+        contestant=contestant,
+        part=part,
+        answers=sum(len(run.tokens) for run in once),
+        tokens=sum(run.count for run in once),
+        tokens_per_second=_rate(own),
+        tokens_per_pass=None if stats is None else stats.tokens_per_pass,
+        accepted=None if stats is None else stats.accepted,
+        drafted=None if stats is None else stats.drafted,
+        acceptance_by_depth=[] if stats is None else stats.acceptance_by_depth,
+        draft_share=_draft_share(own),
+        memory=max((run.memory for run in own if run.memory is not None), default=None),
+        compared=sum(len(run.tokens) for run in once if run.compared),
+        divergences=divergences(record, inside, contestant),
+        speedups={base: speedup(inside, contestant, base) for base in shared},
+    )
+
+
+def _rate(runs: Seq[Run]) -> float:
+    """Tokens per second, the median over rounds; a round that was broken off does not count beside a whole one."""
+    rounds: dict[int, list[Run]] = {}
+    for run in runs:
+        rounds.setdefault(run.round, []).append(run)
+    most = max(map(len, rounds.values()))
+    return statistics.median(
+        sum(run.count for run in same) / sum(run.seconds for run in same)
+        for same in rounds.values()
+        if len(same) == most
+    )
+
+
+def _draft_share(runs: Seq[Run]) -> float | None:
+    spent = [run.stats.seconds for run in runs if run.stats is not None]
+    whole = sum(sum(seconds.values()) for seconds in spent)
+    return sum(seconds.get("draft", 0.0) for seconds in spent) / whole if whole else None

@@ -1,0 +1,175 @@
+"""Tables: figures as text, once for the terminal, for Markdown and for the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from outpace.bench.contestants import PLAIN, TRANSFORMERS
+from outpace.bench.record import Record
+from outpace.bench.summary import Figures, Interval, Summary
+from outpace.errors import OutpaceError, UsageError
+
+NAME = 19  # columns of a terminal for a name
+STYLES = {"good": "green", "bad": "red", "": ""}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure; good or bad only where its interval says so."""
+
+    text: str
+    beside: str = ""  # the interval
+    mood: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Heads and rows; the first column is a name."""
+
+    title: str
+    heads: list[str]
+    rows: list[list[Cell]]
+
+
+def machine(header: dict[str, Any]) -> str:
+    """What it was measured on, in one line."""
+    versions, device = header["versions"], header["device"]
+    where = f"{header['cpu']}, {header['threads']} threads" if device == "cpu" else device
+    shown = ", ".join(f"{name} {number}" for name, number in versions.items())
+    model = header["model"] + (f", {header['dtype']}" if header["dtype"] else "")
+    return f"{model}; {where}; {shown}; {header['date'][:10]}"
+
+
+def totals(figures: Seq[Figures], baselines: Seq[str]) -> Table:
+    """One line for each contestant."""
+    heads = ["", "tokens/s", *(f"x {name}" for name in baselines)]
+    heads += ["differ from plain", "tokens per pass", "accepted", "draft time", "peak GB"]
+    return Table(figures[0].part.label, heads, [_line(one, baselines) for one in figures])
+
+
+def _line(figures: Figures, baselines: Seq[str]) -> list[Cell]:
+    ratios = [_ratio(figures.speedups.get(base), base == figures.contestant) for base in baselines]
+    differ = f"{len(figures.divergences)} of {figures.compared}" if figures.compared else "not compared"
+    return [
+        Cell(figures.contestant),
+        Cell(f"{figures.tokens_per_second:.1f}"),
+        *ratios,
+        Cell(differ, mood="bad" if figures.divergences else ""),
+        Cell("" if figures.tokens_per_pass is None else f"{figures.tokens_per_pass:.2f}"),
+        Cell(f"{figures.accepted / figures.drafted:.0%}" if figures.accepted is not None and figures.drafted else ""),
+        Cell(f"{figures.draft_share:.0%}" if figures.draft_share is not None and figures.drafted else ""),
+        Cell("" if figures.memory is None else f"{figures.memory / 1e9:.2f}"),
+    ]
+
+
+def _ratio(found: Interval | None, itself: bool = False) -> Cell:
+    if found is None:
+        return Cell("")
+    if found.low is None or found.high is None or itself:
+        return Cell(f"{found.value:.2f}")
+    mood = "good" if found.low > 1 else "bad" if found.high < 1 else ""
+    return Cell(f"{found.value:.2f}", f"{found.low:.2f}-{found.high:.2f}", mood)
+
+
+def by_part(summary: Summary) -> Table:
+    """Speed-up over plain decoding of every contestant in every slice."""
+    others = [name for name in summary.contestants if name != PLAIN]
+    rows = []
+    for part in [*summary.parts, summary.total]:
+        found = {figures.contestant: figures for figures in part}
+        speed = f"{found[PLAIN].tokens_per_second:.1f}" if PLAIN in found else ""
+        cells = [_ratio(found[name].speedups.get(PLAIN)) if name in found else Cell("") for name in others]
+        rows.append([Cell(part[0].part.label), Cell(speed), *cells])
+    return Table("x plain, by task", ["", "plain, tokens/s", *others], rows)
+
+
+def notes(record: Record, summary: Summary) -> list[str]:
+    """Who did not take part, and which answers differ."""
+    found = [f"{name} was left out: {why}" for name, why in record.left_out.items()]
+    for figures in summary.total:
+        for one in figures.divergences:
+            where = f"batch {one.batch}, temperature {one.temperature:g}"
+            found.append(f"{figures.contestant}: {one.prompt} ({where}) differs from plain at token {one.position}")
+    return found
+
+
+def to_rich(table: Table, width: int) -> RichTable:
+    """For a terminal of this width: where intervals have no room the colour has to do, and the last columns go."""
+    beside = sum(_widths(table, beside=True)) <= width
+    ends = list(accumulate(_widths(table, beside)))
+    shown = RichTable(
+        title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
+    count = max(2, sum(end <= width for end in ends))
+    for index, head in enumerate(table.heads[:count]):
+        shown.add_column(_broken(head), justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
+    for row in table.rows:
+        shown.add_row(*(_rich(cell, beside) for cell in row[:count]))
+    return shown
+
+
+def _widths(table: Table, beside: bool) -> list[int]:
+    """Columns of the terminal that each column of the table needs; a name may be broken."""
+    found = [NAME]
+    for index, head in enumerate(table.heads[1:], start=1):
+        cells = [row[index] for row in table.rows]
+        texts = [cell.text for cell in cells] + [cell.beside for cell in cells if beside] + _broken(head).split("\n")
+        found.append(max(map(len, texts)) + 2)
+    return found
+
+
+def _broken(head: str) -> str:
+    """A word on each line; over which of Transformers' loops a ratio is can be said without its name."""
+    short = re.sub(f"^x {TRANSFORMERS} ", "x ", head)
+    return re.sub(r"[ :,]+", lambda found: found.group().strip() + "\n", short)
+
+
+def _rich(cell: Cell, beside: bool) -> Text:
+    below = Text(f"\n{cell.beside}", style="dim") if cell.beside and beside else Text("")
+    return Text(cell.text, style=STYLES[cell.mood]) + below
+
+
+def to_markdown(table: Table) -> str:
+    lines = [table.heads, ["---"] * len(table.heads)]
+    lines += [[f"{cell.text} ({cell.beside})" if cell.beside else cell.text for cell in row] for row in table.rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def markdown(record: Record, summary: Summary) -> str:
+    """Command, machine and tables."""
+    parts = [
+        f"`{record.header['command']}`",
+        machine(record.header),
+        to_markdown(totals(summary.total, summary.baselines)),
+        "By task, times the speed of plain decoding (with 95 % intervals):",
+        to_markdown(by_part(summary)),
+    ]
+    return "\n\n".join(parts + [f"- {note}" for note in notes(record, summary)])
+
+
+def around(path: Path, name: str) -> tuple[str, str]:
+    """What a Markdown file has before and after the text between the markers of this name, markers included."""
+    start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
+    try:
+        before, found, rest = path.read_text(encoding="utf-8").partition(start)
+    except OSError as error:
+        raise OutpaceError(f"cannot update: {error}") from error
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise UsageError(f"{path} has no {start} followed by {end}")
+    return before + start, end + after
+
+
+def update(path: Path, name: str, text: str) -> None:
+    """Replace what is between the markers; all around them stays."""
+    before, after = around(path, name)
+    path.write_text(f"{before}\n\n{text}\n\n{after}", encoding="utf-8")

@@ -1,0 +1,222 @@
+"""outpace bench: every method, plain decoding and Transformers on the same prompts, in one run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from outpace.api import Model
+from outpace.bench import plan as planning, record as recording, report, tables
+from outpace.bench.contestants import Ours, Rules, Spec, specs, theirs
+from outpace.bench.plan import Plan
+from outpace.bench.record import Record, Writer
+from outpace.bench.run import Contestant, Group, Run, measure, warm_up
+from outpace.bench.summary import Summary, summarize
+from outpace.cli.common import DEFAULT_MODEL, INTERRUPTED, app, load_model, reports_errors, stderr, tracing
+from outpace.cli.flags import AsJson, Device, Draft, Dtype, Exact, PolicyName, Seed, TopK, TopP, TracePath, VerifierName
+from outpace.errors import UsageError
+
+Methods = Annotated[
+    list[str], typer.Option("--method", "-m", help="name or name:option=value,...; several. Default: all that can run.")
+]
+Tasks = Annotated[
+    list[str],
+    typer.Option("--task", help="mt_bench, translation, summarization, qa, math, rag, code, chat or copy; several."),
+]
+Prompts = Annotated[Path | None, typer.Option(help="JSONL with prompt, turns or messages; default: a set of our own.")]
+Limit = Annotated[int | None, typer.Option(help="Most prompts of each task.")]
+Batches = Annotated[list[int], typer.Option("--batch", help="Prompts at once; several.")]
+Contexts = Annotated[list[int], typer.Option("--context", help="Prompt tokens of the copy task; several.")]
+Temperatures = Annotated[list[float], typer.Option("--temperature", help="0 is greedy; several.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Times that each contestant answers each prompt.")]
+WithTransformers = Annotated[
+    bool, typer.Option("--transformers/--no-transformers", help="Run Transformers' loops too.")
+]
+Output = Annotated[Path | None, typer.Option(help="Folder for runs.jsonl and report.html; default: a new one.")]
+Page = Annotated[bool, typer.Option("--page/--no-page", help="Write report.html, which needs matplotlib.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the summary as Markdown.")]
+Source = Annotated[Path | None, typer.Option("--from", help="Measure nothing: report this runs.jsonl again.")]
+Update = Annotated[
+    str | None, typer.Option(help="FILE.md#NAME: put the summary between <!-- bench:NAME --> and <!-- /bench:NAME -->.")
+]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is loaded and measured, and where it is written."""
+
+    model: str
+    draft: str | None
+    loading: dict[str, Any]  # dtype, device
+    exact: bool
+    methods: list[Spec]
+    rules: Rules
+    transformers: bool
+    plan: Plan
+    rounds: int
+    output: Path
+    trace: Path | None
+    arguments: dict[str, Any]
+
+
+@app.command()
+@reports_errors
+def bench(
+    model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")] = DEFAULT_MODEL,
+    method: Methods = [],  # noqa: B006
+    draft: Draft = None,
+    policy: PolicyName = "fixed",
+    verifier: VerifierName = "match",
+    transformers: WithTransformers = True,
+    task: Tasks = [],  # noqa: B006
+    prompts: Prompts = None,
+    limit: Limit = None,
+    batch: Batches = [1],  # noqa: B006
+    context: Contexts = [512],  # noqa: B006
+    temperature: Temperatures = [0.0],  # noqa: B006
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    max_tokens: MaxTokens = 64,
+    rounds: Rounds = 3,
+    dtype: Dtype = None,
+    device: Device = None,
+    exact: Exact = False,
+    output: Output = None,
+    page: Page = True,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    trace: TracePath = None,
+    source: Source = None,
+    update: Update = None,
+) -> None:
+    """Measure methods against plain decoding and Transformers, in turn, with intervals; report as table and page."""
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
+    if as_json and markdown:
+        raise UsageError("--json and --markdown both write to standard output: choose one")
+    if page:
+        report.check()
+    place = _place(update)
+    if source is not None:
+        found, folder = recording.read(source), output or source.parent
+    else:
+        folder = output or Path(f"outpace-bench-{datetime.now():%Y%m%d-%H%M%S}")
+        plan = Plan(
+            tuple(task), prompts, limit, tuple(batch), tuple(context), tuple(temperature), top_p, top_k, seed,
+            max_tokens,
+        )  # fmt: skip
+        rules, loading = Rules(Spec.parse(policy), Spec.parse(verifier)), {"dtype": dtype, "device": device}
+        found = _measured(
+            Setup(
+                model, draft, loading, exact, specs(method, draft is not None), rules, transformers, plan, rounds,
+                folder, trace, given,
+            )
+        )  # fmt: skip
+    summary = _report(found, folder, place, page)
+    _show(found, summary, as_json, markdown)
+    if found.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _place(update: str | None) -> tuple[Path, str] | None:
+    """The file and the name of FILE#NAME; refused before anything runs."""
+    if update is None:
+        return None
+    path, sharp, name = update.rpartition("#")
+    if not sharp:
+        raise UsageError(f"--update needs FILE.md#NAME, got {update!r}")
+    tables.around(Path(path), name)
+    return Path(path), name
+
+
+def _measured(setup: Setup) -> Record:
+    """Load, prepare, warm up, measure. Ctrl-C ends the measuring, not the report."""
+    prompts = planning.load(setup.plan)
+    lm = load_model(setup.model, **setup.loading, exact=setup.exact)
+    draft = load_model(setup.draft, **setup.loading) if setup.draft else None
+    ours = [Ours(lm, spec, draft, setup.rules) for spec in setup.methods]
+    others = theirs(lm, draft, max(setup.plan.batches) > 1) if setup.transformers else []
+    with _progress() as bars, tracing(setup.trace, lm) as writer:
+        groups = _prepared(setup.plan, lm, prompts, bars)
+        everyone: list[Contestant] = [ours[0], *others, *ours[1:]]  # the plain loops first
+        header = recording.provenance(lm, shlex.join(["outpace", *sys.argv[1:]]), setup.arguments)
+        found = Record(header | {"contestants": [c.name for c in everyone]}, groups)
+        with Writer(setup.output / "runs.jsonl", found.header, groups) as out:
+            _run(found, everyone, setup.rounds, out, bars)
+        if writer is not None and not found.interrupted:
+            bar = bars.add_task("trace", total=len(ours))
+            for contestant in ours:
+                contestant.trace(groups, writer)
+                bars.advance(bar)
+    if not found.runs:
+        raise KeyboardInterrupt
+    return found
+
+
+def _prepared(plan: Plan, lm: Model, prompts: list[Any], bars: Progress) -> list[Group]:
+    bar = bars.add_task("prompts", total=sum(len(prompt.turns) for prompt in prompts))
+    return planning.groups(plan, planning.ask(plan, lm, prompts, lambda: bars.advance(bar)))
+
+
+def _run(found: Record, everyone: list[Contestant], rounds: int, out: Writer, bars: Progress) -> None:
+    bar = bars.add_task("warm-up", total=len(everyone))
+    found.left_out.update(warm_up(everyone, found.groups[0], lambda: bars.advance(bar)))
+    for name, why in found.left_out.items():
+        out.left_out(name, why)
+    able = [contestant for contestant in everyone if contestant.name not in found.left_out]
+    bar = bars.add_task("measuring", total=len(able) * len(found.groups) * rounds)
+
+    def took(run: Run) -> None:
+        found.runs.append(run)
+        out.run(run)
+        bars.advance(bar)
+
+    try:
+        measure(able, found.groups, rounds, took)
+    except KeyboardInterrupt:
+        found.interrupted = True
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=stderr) as bars:
+        yield bars
+
+
+def _report(found: Record, folder: Path, place: tuple[Path, str] | None, page: bool) -> Summary:
+    summary, written = summarize(found), [folder / "runs.jsonl"]
+    folder.mkdir(parents=True, exist_ok=True)
+    if page:
+        written.append(folder / "report.html")
+        report.write(found, summary, written[-1])
+    if place is not None:
+        tables.update(*place, tables.markdown(found, summary))
+    stderr.print(*written, sep="\n", soft_wrap=True, highlight=False)
+    return summary
+
+
+def _show(found: Record, summary: Summary, as_json: bool, markdown: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"header": found.header, "left_out": found.left_out, **asdict(summary)}, indent=2))
+    elif markdown:
+        typer.echo(tables.markdown(found, summary))
+    else:
+        console = Console()
+        console.print(tables.machine(found.header), highlight=False)
+        console.print(tables.to_rich(tables.totals(summary.total, summary.baselines), console.width))
+        console.print(tables.to_rich(tables.by_part(summary), console.width))
+        for note in tables.notes(found, summary):
+            console.print(note, markup=False, highlight=False)
