@@ -1,0 +1,164 @@
+"""outpace verify: does a method, or a server, give what the model itself would have given?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from outpace.cli.common import DEFAULT_MODEL, app, load_model, pairs, reports_errors, stderr
+from outpace.cli.flags import AsJson, Device, Draft, Dtype, Exact, PolicyName, Seed, Settings, TopK, TopP, VerifierName
+from outpace.errors import UsageError
+
+if TYPE_CHECKING:
+    from outpace.api import Model
+    from outpace.proof.plan import Subject
+    from outpace.proof.records import Check
+    from outpace.proof.suite import Question
+
+Methods = Annotated[
+    list[str], typer.Option("--method", help="A method, or name:option=value,...; may be repeated. Default: all.")
+]
+PromptFile = Annotated[Path | None, typer.Option("--prompts", help="JSONL with prompt, turns or messages.")]
+Limit = Annotated[int | None, typer.Option(help="Most prompts per task.")]
+ServerUrl = Annotated[str | None, typer.Option("--server", help="An OpenAI-compatible server instead of a model.")]
+OffUrl = Annotated[str | None, typer.Option("--reference-server", help="The same model served without speculation.")]
+On = Annotated[str, typer.Option("--on", help="JSON fields that turn speculation on in a request.")]
+Off = Annotated[str, typer.Option("--off", help="JSON fields that turn speculation off in a request.")]
+Served = Annotated[str | None, typer.Option("--served-model", help="The server's name of the model.")]
+
+
+@app.command()
+@reports_errors
+def verify(
+    model: Annotated[
+        str | None, typer.Argument(help="Shelf name, folder or hub id; the reference of a server.")
+    ] = None,
+    method: Methods = [],  # noqa: B006
+    draft: Draft = None,
+    policy: PolicyName = "fixed",
+    verifier: VerifierName = "match",
+    prompts: PromptFile = None,
+    limit: Limit = 1,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the sampled checks; greedy is always checked.")] = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    settings: Settings = [],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(help="Batch sizes that must not matter.")] = [4],  # noqa: B006
+    samples: Annotated[int, typer.Option(help="Draws per text in the test of the sampled law.")] = 400,
+    contexts: Annotated[int, typer.Option(help="Prompts whose law is tested.")] = 2,
+    alpha: Annotated[float, typer.Option(help="Chance of a false alarm in the test of the law.")] = 0.001,
+    transformers: Annotated[bool, typer.Option("--transformers", help="Compare with Transformers' generate.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="A tie is a failure too.")] = False,
+    server: ServerUrl = None,
+    reference_server: OffUrl = None,
+    on: On = "{}",
+    off: Off = "{}",
+    served_model: Served = None,
+    as_json: AsJson = False,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML to this file.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    exact: Exact = False,
+) -> None:
+    """Prove that speculation does not change the answers. Exit code 0: proven; 1: something differs."""
+    from outpace.proof import present
+    from outpace.proof.records import Report
+    from outpace.proof.suite import subjects_of
+    from outpace.sample import Sampling
+
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, **pairs(settings))
+    plan = {"max_tokens": max_tokens, "sampling": sampling, "samples": samples, "contexts": contexts, "alpha": alpha}
+    shared = {"policy": policy, "verifier": verifier}
+    source = Source(prompts, limit)
+    if server is not None:
+        urls = Urls(server, reference_server, _fields(on), _fields(off), served_model)
+        asked = _of_server(urls, load_model(model, dtype, device) if model else None, source, plan)
+    else:
+        lm = load_model(model or DEFAULT_MODEL, dtype, device, exact)
+        subjects = subjects_of(method, load_model(draft, dtype, device) if draft else None, shared)
+        asked = _of_model(lm, subjects, source, plan | {"batches": tuple(batch)}, transformers)
+    stated = {k: v for k, v in plan.items() if k != "sampling"} | shared | vars(sampling) | {"exact": exact}
+    report = Report(server or model or DEFAULT_MODEL, stated, list(_answers(asked)))
+    if junit is not None:
+        present.write_junit(report, junit)
+    if as_json:
+        typer.echo(present.to_json(report))
+    else:
+        Console().print(present.table(report))
+    if report.failed or (strict and any(check.verdict == "tie" for check in report.checks)):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where prompts come from."""
+
+    path: Path | None
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class Urls:
+    """A server with speculation, and how to have the same without."""
+
+    on: str
+    off: str | None
+    on_fields: dict[str, Any]
+    off_fields: dict[str, Any]
+    model: str | None
+
+
+def _of_server(urls: Urls, local: Model | None, source: Source, plan: dict[str, Any]) -> list[Question]:
+    from outpace.bench import tasks
+    from outpace.proof.remote import Server, ServerPlan, server_questions
+
+    on = Server(urls.on, urls.model, extra=urls.on_fields)
+    off = None
+    if urls.off is not None or urls.off_fields:
+        off = Server(urls.off or urls.on, urls.model, extra=urls.off_fields)
+    prompts = [prompt.turns[0] for prompt in tasks.load(source.path, limit=source.limit)]
+    return server_questions(on, off, local, ServerPlan(prompts, **plan))
+
+
+def _of_model(lm: Model, subjects: list[Subject], source: Source, plan: dict[str, Any], hf: bool) -> list[Question]:
+    from outpace.bench import tasks
+    from outpace.proof.plan import Plan
+    from outpace.proof.suite import questions
+
+    prompts = tasks.load(source.path, limit=source.limit)
+    answers = {i: prompt.answer for i, prompt in enumerate(prompts) if prompt.answer is not None}
+    encoded = [tasks.encode(prompt, lm) for prompt in prompts]
+    return questions(Plan(lm, encoded, answers=answers, **plan), subjects, hf)
+
+
+def _answers(asked: list[Question]) -> Iterator[Check]:
+    """Checks, with a bar that says which one runs."""
+    from outpace.proof.suite import answered
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=stderr, transient=True) as progress:
+        bar = progress.add_task("", total=len(asked))
+        checks = answered(asked)
+        for question in asked:
+            progress.update(bar, description=f"{question.subject}: {question.name}")
+            yield next(checks)
+            progress.advance(bar)
+
+
+def _fields(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{text!r} is not a JSON object")
+    return found

@@ -1,0 +1,69 @@
+"""What checks find: divergences, verdicts and reports.
+
+pass   nothing differs
+tie    what differs was nearly equally good: the model's own rounding explains it
+fail   what differs is not explained by rounding
+price  a lossy method: what it costs, instead of a verdict
+skip   the check does not apply
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["pass", "tie", "fail", "price", "skip"]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A token that is not the one that was expected."""
+
+    prompt: int  # index
+    position: int  # in the answer
+    expected: int
+    got: int
+    gap: float | None  # how far the expected token leads by logits (noise included), in higher precision
+    rounding: float | None  # how far the model's own rounding moves a logit
+    explained: bool  # True: a tie
+    texts: tuple[str, str] = ("", "")  # of the two tokens
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question, answered."""
+
+    subject: str  # the method, or the server
+    name: str
+    verdict: Verdict
+    summary: str
+    divergences: list[Divergence] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict == "fail"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was asked of one model."""
+
+    model: str
+    settings: dict[str, Any]
+    checks: list[Check]
+
+    @property
+    def failed(self) -> bool:
+        return any(check.failed for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"verdict": "fail" if self.failed else "pass"}
+
+
+def verdict_of(divergences: Seq[Divergence]) -> Verdict:
+    if not divergences:
+        return "pass"
+    return "tie" if all(d.explained for d in divergences) else "fail"
