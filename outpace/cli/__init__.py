@@ -1,9 +1,12 @@
-"""The command line: outpace generate | chat | bench | show | methods | shelf. A module adds its commands when imported."""
+"""The command line: outpace generate | chat | verify | bench | advise | show | methods | shelf.
 
-from outpace.cli import bench, catalogue, generate, show
+A module adds its commands to the application when it is imported.
+"""
+
+from outpace.cli import advise, bench, catalogue, generate, show, verify
 from outpace.cli.common import app
 
-__all__ = ["app", "bench", "catalogue", "generate", "main", "show"]
+__all__ = ["advise", "app", "bench", "catalogue", "generate", "main", "show", "verify"]
 
 
 def main() -> None:

@@ -1,0 +1,131 @@
+"""Advice: record, measure costs, replay, rank; then measure the best on prompts that were not recorded."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from outpace.advise import costs as costing
+from outpace.advise.costs import Costs
+from outpace.advise.rank import Candidate, Prediction, best, drafter_of, predict, replay
+from outpace.advise.recording import Recording, record
+from outpace.api import Model
+from outpace.bench.contestants import PLAIN, Ours, Rules, Spec
+from outpace.bench.run import Condition, Group, Settings, measure, warm_up
+from outpace.bench.summary import Interval, speedup
+from outpace.errors import UsageError
+from outpace.sample import Sampling
+
+LEAST = 4  # prompts: two to record, two to measure
+Step = Callable[[str, int], Callable[[], object]]  # begins a step of so many parts; call what it gives after each
+
+
+@dataclass(frozen=True)
+class Question:
+    """For which model, with which drafts, on which prompts."""
+
+    model: Model
+    drafts: dict[str, Model]
+    prompts: list[list[int]]
+    max_tokens: int = 64
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) < LEAST:
+            raise UsageError(f"advice needs at least {LEAST} prompts, half to record and half to measure on")
+
+    @property
+    def recorded(self) -> list[list[int]]:
+        return self.prompts[::2]
+
+    @property
+    def held_out(self) -> list[list[int]]:
+        return self.prompts[1::2]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A prediction and what was measured on the held-out prompts."""
+
+    prediction: Prediction
+    measured: Interval
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, as a share of what was measured."""
+        return self.prediction.speedup.value / self.measured.value - 1
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Everything that was found."""
+
+    predictions: list[Prediction]  # best first
+    outcomes: list[Outcome]
+    costs: Costs
+    recorded: int
+    held_out: int
+
+    def to_dict(self) -> dict[str, Any]:
+        table = self.costs.table()
+        return {
+            "predictions": [asdict(p) | {"name": p.candidate.name} for p in self.predictions],
+            "outcomes": [
+                {"name": o.prediction.candidate.name, "predicted": asdict(o.prediction.speedup),
+                 "measured": asdict(o.measured), "error": o.error}
+                for o in self.outcomes
+            ],
+            "costs": {"chain": table.chain, "tree": table.tree, "prompt_token": table.prompt},
+            "recorded": self.recorded,
+            "held_out": self.held_out,
+        }  # fmt: skip
+
+
+def advise(question: Question, candidates: Seq[Candidate], count: int, rounds: int, step: Step) -> Advice:
+    """Predict for all candidates and measure the best `count` of them."""
+    model = question.model
+    done = step("recording the target's answers", len(question.recorded))
+    recordings = record(model, question.recorded, question.max_tokens, question.sampling, done)
+    costs = _costs(question, recordings, candidates, step)
+    done = step("replaying the drafters", len(candidates))
+    predictions = []
+    for candidate in candidates:
+        found = replay(model, recordings, candidate, question.drafts, question.sampling)
+        predictions.append(predict(found, recordings, costs))
+        done()
+    predictions.sort(key=lambda p: -p.speedup.value)
+    outcomes = _measure(question, best(predictions, count), rounds, step)
+    return Advice(predictions, outcomes, costs, len(recordings), len(question.held_out))
+
+
+def _costs(question: Question, recordings: Seq[Recording], candidates: Seq[Candidate], step: Step) -> Costs:
+    middle = statistics.median(len(r.prompt) + len(r.answer) // 2 for r in recordings)
+    most = max(drafter_of(candidate, question.drafts).shape.nodes for candidate in candidates) + 1
+    context = min(int(middle), question.model.lm.context - most - costing.PASSES - 4)
+    done = step("timing passes of the target", costing.steps(most, question.model.lm.trees))
+    return costing.measure(question.model, max(2, context), most, done)
+
+
+def _measure(question: Question, chosen: Seq[Prediction], rounds: int, step: Step) -> list[Outcome]:
+    if not chosen:
+        return []
+    settings = Settings(question.max_tokens, question.sampling)
+    groups = [
+        Group(i, Condition("held out", temperature=question.sampling.temperature), [str(i)], [prompt], settings)
+        for i, prompt in enumerate(question.held_out)
+    ]
+    plain = Ours(question.model, Spec.parse(PLAIN))
+    contestants = [plain, *(_contestant(question, p.candidate) for p in chosen)]
+    done = step("measuring the best", len(contestants) * (1 + rounds * len(groups)))
+    warm_up(contestants, groups[0], done)
+    runs = measure(contestants, groups, rounds, lambda _: done())
+    return [Outcome(p, speedup(runs, p.candidate.name, PLAIN)) for p in chosen]
+
+
+def _contestant(question: Question, candidate: Candidate) -> Ours:
+    draft = question.drafts[candidate.draft] if candidate.draft is not None else None
+    contestant = Ours(question.model, Spec.parse(candidate.method), draft, Rules(Spec.parse(candidate.policy)))
+    contestant.name = candidate.name
+    return contestant

@@ -1,0 +1,174 @@
+"""Rank: replay every candidate, put costs on its passes, and order them by predicted speed-up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from outpace import registry
+from outpace.advise.costs import Costs, Table
+from outpace.advise.recording import Recording
+from outpace.advise.replay import ReplayLM
+from outpace.api import Model, Request
+from outpace.bench.summary import Interval
+from outpace.drafter import Drafter
+from outpace.engine import Engine
+from outpace.sample import Sampling
+from outpace.stats import Stats
+from outpace.tree import Budget
+
+DEPTHS = (1, 2, 4, 8, 16)
+NODES = (4, 8, 16, 32)
+RESAMPLES, SEED = 500, 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with a budget, and a draft if it takes one."""
+
+    method: str
+    policy: str = "fixed"
+    draft: str | None = None
+
+    @property
+    def name(self) -> str:
+        parts = [self.method, self.draft, self.policy.partition(":")[2]]
+        return ", ".join(part for part in parts if part)
+
+
+class Shape(NamedTuple):
+    """What decides the cost of a pass."""
+
+    rows: int
+    is_chain: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one answer took in a replay."""
+
+    passes: Counter[Shape]
+    draft: float  # seconds
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A candidate's replay: work by recording."""
+
+    candidate: Candidate
+    work: list[Work]
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a candidate is expected to do."""
+
+    candidate: Candidate
+    speedup: Interval
+    tokens_per_pass: float
+    draft_share: float
+    rows_per_pass: float
+    acceptance_by_depth: list[float] = field(default_factory=list)
+
+
+def candidates(methods: Seq[str], drafts: Seq[str]) -> list[Candidate]:
+    """Every method with its own budget and with smaller ones; one that takes a draft, with each draft."""
+    found = []
+    for spec in methods:
+        name, options = registry.parse(spec)
+        takes_draft = "draft" in registry.options(registry.find(name))
+        for draft in drafts if takes_draft else [None]:
+            drafter = registry.method(name, **options, **({"draft": None} if takes_draft else {}))
+            found += [Candidate(spec, policy, draft) for policy in _budgets(drafter.shape)]
+    return found
+
+
+def _budgets(shape: Budget) -> list[str]:
+    if not shape.depth:
+        return ["fixed"]
+    if shape.width == 1:
+        return ["fixed", *(f"fixed:depth={depth}" for depth in DEPTHS if depth < shape.depth)]
+    return ["fixed", *(f"fixed:nodes={nodes}" for nodes in NODES if nodes < shape.nodes)]
+
+
+def drafter_of(candidate: Candidate, drafts: dict[str, Model]) -> Drafter:
+    name, options = registry.parse(candidate.method)
+    if candidate.draft is not None:
+        options["draft"] = drafts[candidate.draft].lm
+    return registry.method(name, **options)
+
+
+def replay(
+    model: Model, recordings: Seq[Recording], candidate: Candidate, drafts: dict[str, Model], sampling: Sampling
+) -> Replayed:
+    """Run the loop over all recordings, one after the other, with a drafter that starts with nothing learned."""
+    target = ReplayLM(model.lm, recordings)
+    stand_in = Model(target, model.tokenizer, model.stop_tokens)
+    drafter, (name, options) = drafter_of(candidate, drafts), registry.parse(candidate.policy)
+    policy = registry.policy(name, **options)
+    work, total = [], Stats()
+    for recording in recordings:
+        target.recording = recording
+        target.clear()
+        for draft in drafts.values():
+            draft.lm.clear()
+        request = Request(
+            recording.prompt, drafter, policy=policy, sampling=sampling, ignore_eos=True,
+            max_tokens=len(recording.answer),
+        )  # fmt: skip
+        engine, seq = Engine(target), stand_in.sequence(request)
+        engine.submit(seq)
+        passes, spent = Counter[Shape](), 0.0
+        for event in engine.run():
+            assert event.step is not None, "a replay cannot fail"
+            passes[Shape(len(event.step.tree), event.step.tree.is_chain)] += 1
+            spent += event.seconds["draft"]
+        work.append(Work(passes, spent))
+        total = total.merge(seq.stats)
+    return Replayed(candidate, work, total)
+
+
+def predict(found: Replayed, recordings: Seq[Recording], costs: Costs) -> Prediction:
+    """The ratio of the two times over all answers; its interval draws answers and timings anew."""
+    table, random = costs.table(), np.random.default_rng(SEED)
+    pairs = _times(found, recordings, table)  # [answers, plain and method]
+    drawn = []
+    for _ in range(RESAMPLES):
+        index = random.integers(len(pairs), size=len(pairs))
+        again = _times(found, recordings, costs.table(random))[index].sum(axis=0)
+        drawn.append(again[0] / again[1])
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    plain, method = pairs.sum(axis=0)
+    passes = sum((work.passes for work in found.work), Counter[Shape]())
+    return Prediction(
+        found.candidate,
+        Interval(float(plain / method), float(low), float(high)),
+        found.stats.tokens_per_pass,
+        sum(work.draft for work in found.work) / float(method),
+        sum(shape.rows * count for shape, count in passes.items()) / max(1, passes.total()),
+        found.stats.acceptance_by_depth,
+    )
+
+
+def _times(found: Replayed, recordings: Seq[Recording], table: Table) -> np.ndarray:
+    """Seconds of each answer, plain and by this candidate."""  # [answers, 2]
+    costs = {shape: table.of(*shape) for work in found.work for shape in work.passes}
+    rows = []
+    for recording, work in zip(recordings, found.work, strict=True):
+        prefill = table.prompt * len(recording.prompt)
+        plain = prefill + len(recording.answer) * table.of(1, True)
+        rows.append([plain, prefill + work.draft + sum(costs[shape] * n for shape, n in work.passes.items())])
+    return np.array(rows)
+
+
+def best(predictions: Seq[Prediction], count: int) -> list[Prediction]:
+    """The best of each method and draft, then the best of these; plain decoding is what they are compared with."""
+    ordered = sorted(predictions, key=lambda p: -p.speedup.value)
+    first = {(p.candidate.method, p.candidate.draft): p for p in reversed(ordered)}
+    chosen = sorted(first.values(), key=lambda p: -p.speedup.value)
+    return [p for p in chosen if p.rows_per_pass > 1][:count]

@@ -1,0 +1,110 @@
+"""outpace advise: which method pays here, on these prompts? Predicted, then measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from outpace.cli.common import DEFAULT_MODEL, app, load_model, reports_errors, stderr
+from outpace.cli.flags import AsJson, Device, Dtype, MaxTokens, Seed, Temperature, TopK, TopP
+from outpace.errors import UsageError
+
+if TYPE_CHECKING:
+    from outpace.advise.advice import Advice
+    from outpace.bench.summary import Interval
+
+Drafts = Annotated[list[str], typer.Option("--draft", help="A draft model; may be repeated.")]
+Methods = Annotated[
+    list[str], typer.Option("--method", help="A method, or name:option=value,...; may be repeated. Default: all.")
+]
+Prompts = Annotated[Path | None, typer.Option(help="JSONL with prompt, turns or messages; default: a set of our own.")]
+SHOWN = 15  # predictions
+
+
+@app.command()
+@reports_errors
+def advise(
+    model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")] = DEFAULT_MODEL,
+    prompts: Prompts = None,
+    draft: Drafts = [],  # noqa: B006
+    method: Methods = [],  # noqa: B006
+    limit: Annotated[int | None, typer.Option(help="Most prompts per task.")] = None,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    best: Annotated[int, typer.Option(min=0, help="How many of the best to measure.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Times each is measured on each held-out prompt.")] = 2,
+    as_json: AsJson = False,
+    dtype: Dtype = None,
+    device: Device = None,
+) -> None:
+    """Rank methods, drafts and depths by predicted speed-up on your prompts, then measure the best."""
+    from outpace.advise import advice
+    from outpace.advise.rank import candidates
+    from outpace.bench import tasks
+    from outpace.registry import find, methods, options
+    from outpace.sample import Sampling
+
+    chosen = method or [name for name in methods() if name != "plain" and (draft or "draft" not in options(find(name)))]
+    sampling = Sampling(temperature, top_k, top_p, seed=seed)
+    asked = candidates(chosen, draft)
+    if not asked:
+        raise UsageError("there is nothing to rank: a method that takes a draft needs --draft MODEL")
+    found = tasks.load(prompts, limit=limit)
+    lm = load_model(model, dtype, device)
+    drafts = {name: load_model(name, dtype, device) for name in draft}
+    encoded = [tasks.encode(prompt, lm) for prompt in found]
+    question = advice.Question(lm, drafts, encoded, max_tokens, sampling)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=stderr, transient=True) as progress:
+
+        def step(name: str, parts: int) -> Callable[[], object]:
+            bar = progress.add_task(name, total=parts)
+            return lambda: progress.advance(bar)
+
+        answer = advice.advise(question, asked, best, rounds, step)
+    if as_json:
+        typer.echo(json.dumps(answer.to_dict()))
+    else:
+        Console().print(*_tables(answer))
+
+
+def _tables(answer: Advice) -> list[Table | str]:
+    rows = Table("method", "tokens per pass", "rows per pass", "drafting", "predicted speed-up (95 %)")
+    rows.title, rows.title_justify = f"predicted from {answer.recorded} recorded answers", "left"
+    for p in answer.predictions[:SHOWN]:
+        figures = f"{p.tokens_per_pass:.2f}", f"{p.rows_per_pass:.1f}", f"{p.draft_share:.0%}"
+        rows.add_row(p.candidate.name, *figures, _interval(p.speedup))
+    left = len(answer.predictions) - SHOWN
+    parts: list[Table | str] = [rows, *([f"and {left} more, all of them slower"] if left > 0 else [])]
+    if answer.outcomes:
+        checked = Table("method", "predicted", "measured (95 %)", "prediction off by")
+        checked.title, checked.title_justify = f"measured on {answer.held_out} other prompts", "left"
+        for o in answer.outcomes:
+            name, predicted = o.prediction.candidate.name, f"{o.prediction.speedup.value:.2f}"
+            checked.add_row(name, predicted, _interval(o.measured), f"{o.error:+.0%}")
+        parts += [checked, _verdict(answer)]
+    return parts
+
+
+def _interval(value: Interval) -> str:
+    return f"{value.value:.2f}" + ("" if value.low is None else f" ({value.low:.2f} to {value.high:.2f})")
+
+
+def _verdict(answer: Advice) -> str:
+    first = max(answer.outcomes, key=lambda o: o.measured.value)
+    if first.measured.value <= 1:
+        return "[bold]Nothing was faster than plain decoding here: use --method plain.[/]"
+    name = first.prediction.candidate
+    policy = "" if name.policy == "fixed" else f" --policy {name.policy}"
+    draft = "" if name.draft is None else f" --draft {name.draft}"
+    return f"[bold]Use --method {name.method}{draft}{policy}[/]: {first.measured.value:.2f} times plain decoding."
