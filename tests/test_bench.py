@@ -527,10 +527,7 @@ def test_what_is_missing_is_said_before_anything_runs(run: Callable[..., Any], m
     monkeypatch.setattr(report, "find_spec", lambda name: None)
     done = run()
     assert done.exit_code == 1
-    assert (
-        done.stderr
-        == "error: the page needs matplotlib: pip install 'outpace[bench]', or --no-page to measure without\n"
-    )
+    assert done.stderr == "error: the page needs matplotlib: pip install 'outpace[bench]', or give --no-page\n"
 
 
 def test_help() -> None:

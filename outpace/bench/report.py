@@ -16,9 +16,7 @@ def check() -> None:
     """Refuse before anything was measured, not after."""
     for package in ("matplotlib", "jinja2"):
         if find_spec(package) is None:
-            raise OutpaceError(
-                f"the page needs {package}: pip install 'outpace[bench]', or --no-page to measure without"
-            )
+            raise OutpaceError(f"the page needs {package}: pip install 'outpace[bench]', or give --no-page")
 
 
 def write(record: Record, summary: Summary, path: Path) -> None:
