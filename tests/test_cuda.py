@@ -60,3 +60,13 @@ def test_out_of_memory_fails_one_request() -> None:
     lm = outpace.wrap(model, cache_limit=2**16)
     short, long = lm.generate([[1, 2], list(range(50)) * 20], method="ngram", max_tokens=8)
     assert short.finish_reason == "length" and long.finish_reason == "error"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_exact_passes_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    lm = outpace.wrap(MODELS["llama"]().to("cuda", dtype), exact=True)
+    given = {"max_tokens": 32, "logprobs": 0}
+    draft = lm.lm.slice([0, 1])  # type: ignore[attr-defined]
+    plain = [lm.generate(prompt, method="plain", **given).logprobs for prompt in PROMPTS]
+    assert [c.logprobs for c in lm.generate(PROMPTS, **settings_of(name, draft), **given)] == plain

@@ -1,0 +1,93 @@
+"""What exact=True removes and what it costs: answers that leave plain decoding's, by dtype, alone and in a batch.
+
+    python benchmarks/exact.py --dtype bfloat16 --dtype float16
+
+An answer counts as different when any of its tokens differs, and as bit-identical when also every log-probability is
+the same number. Times are of plain decoding and of all methods together, one prompt at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import outpace
+from outpace.bench import tasks
+
+METHODS = ["ngram", "suffix", "recycling", "lookahead"]
+
+
+@dataclass
+class Count:
+    """Of one dtype, with or without exact passes."""
+
+    answers: int = 0
+    different: int = 0
+    other_bits: int = 0
+    plain: float = 0.0  # seconds
+    guessed: float = 0.0
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Shelf name, folder or hub id.")] = "smollm2-135m-instruct",
+    dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["bfloat16", "float16"],  # noqa: B006
+    prompts: Annotated[Path | None, typer.Option(help="JSONL; default: the set of `outpace bench`.")] = None,
+    limit: Annotated[int, typer.Option(help="Prompts per task.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 4,
+) -> None:
+    table = Table("dtype", "passes", "answers", "different", "other bits", "plain, s", "methods, s")
+    found = tasks.load(prompts, limit=limit)
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("answers", total=2 * len(dtype) * len(found) * (1 + len(METHODS)))
+        for kind in dtype:
+            for exact in (False, True):
+                lm = outpace.load(model, dtype=kind, exact=exact)
+                ids = [tasks.encode(prompt, lm) for prompt in found]
+                count = measure(lm, ids, tokens, batch, lambda: progress.advance(bar))
+                name = "exact" if exact else "usual"
+                figures = [count.answers, count.different, count.other_bits]
+                table.add_row(kind, name, *map(str, figures), f"{count.plain:.1f}", f"{count.guessed:.1f}")
+    Console(width=100).print(table)
+
+
+def measure(lm: outpace.Model, prompts: list[list[int]], tokens: int, batch: int, done: Any) -> Count:
+    count, plain = Count(), []
+    given = {"max_tokens": tokens, "logprobs": 0}
+    lm.generate(prompts[0], method="suffix", max_tokens=8)  # warm-up
+    for prompt in prompts:
+        start = time.perf_counter()
+        lm.lm.clear()
+        plain.append(lm.generate(prompt, method="plain", **given))
+        count.plain += time.perf_counter() - start
+        done()
+    for method in METHODS:
+        for prompt, wanted in zip(prompts, plain, strict=True):
+            lm.lm.clear()
+            start = time.perf_counter()
+            compare(count, lm.generate(prompt, method=method, **given), wanted)
+            count.guessed += time.perf_counter() - start
+            done()
+        for at in range(0, len(prompts), batch):
+            lm.lm.clear()
+            together = lm.generate(prompts[at : at + batch], method=method, **given)
+            for got, wanted in zip(together, plain[at : at + batch], strict=True):
+                compare(count, got, wanted)
+    return count
+
+
+def compare(count: Count, got: outpace.Completion, wanted: outpace.Completion) -> None:
+    count.answers += 1
+    count.different += got.tokens != wanted.tokens
+    count.other_bits += got.logprobs != wanted.logprobs
+
+
+if __name__ == "__main__":
+    typer.run(main)
