@@ -54,7 +54,9 @@ def main(
                 count = measure(lm, ids, tokens, batch, lambda: progress.advance(bar))
                 name = "exact" if exact else "usual"
                 figures = [count.answers, count.different, count.other_bits]
-                table.add_row(kind, name, *map(str, figures), f"{count.plain:.1f}", f"{count.guessed:.1f}")
+                row = [kind, name, *map(str, figures), f"{count.plain:.1f}", f"{count.guessed:.1f}"]
+                progress.console.print(*row)  # a long run that is broken off has shown something
+                table.add_row(*row)
     Console(width=100).print(table)
 
 
