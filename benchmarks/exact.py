@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +20,7 @@ from rich.table import Table
 import outpace
 from outpace.bench import tasks
 
+TASKS = ["summarization", "math", "code", "chat"]
 METHODS = ["ngram", "suffix", "recycling", "lookahead"]
 
 
@@ -38,13 +38,13 @@ class Count:
 def main(
     model: Annotated[str, typer.Option(help="Shelf name, folder or hub id.")] = "smollm2-135m-instruct",
     dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["bfloat16", "float16"],  # noqa: B006
-    prompts: Annotated[Path | None, typer.Option(help="JSONL; default: the set of `outpace bench`.")] = None,
+    task: Annotated[list[str], typer.Option(help="Tasks of `outpace bench`; may be repeated.")] = TASKS,
     limit: Annotated[int, typer.Option(help="Prompts per task.")] = 1,
-    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 48,
     batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 4,
 ) -> None:
     table = Table("dtype", "passes", "answers", "different", "other bits", "plain, s", "methods, s")
-    found = tasks.load(prompts, limit=limit)
+    found = tasks.load(tasks=task, limit=limit)
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("answers", total=2 * len(dtype) * len(found) * (1 + len(METHODS)))
         for kind in dtype:

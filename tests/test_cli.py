@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
-from outpace import registry, shelf
+from outpace import registry, sample, shelf
 from outpace.cli import app
 from outpace.errors import OutpaceError
 from tests.conftest import SMOLLM2
@@ -18,7 +20,9 @@ runner = CliRunner()
 def test_help_names_every_command() -> None:
     shown = runner.invoke(app, ["--help"])
     assert shown.exit_code == 0
-    assert all(name in shown.output for name in ("generate", "chat", "methods", "shelf"))
+    assert all(
+        name in shown.output for name in ("generate", "chat", "verify", "bench", "advise", "show", "methods", "shelf")
+    )
 
 
 def test_methods_come_from_the_registry() -> None:
@@ -93,3 +97,87 @@ def test_chat_remembers_and_ends(smollm2: object) -> None:
     done = runner.invoke(app, ["chat", "--max-tokens", "16", "--method", "suffix"], input=said)
     assert done.exit_code == 0, done.output
     assert done.output.count("tokens per pass") + done.output.count("tokens per\npass") >= 2
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    texts = ["Say hi.", "Count: one two one two one", "Name a colour.", "Say hi hi hi hi."]
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "hi"}) + "\n" for text in texts))
+    return path
+
+
+VERIFY = ["--max-tokens", "8", "--samples", "50", "--contexts", "1", "--batch", "2", "--limit", "2"]
+
+
+def test_verify_proves_a_lossless_method(smollm2: object, prompts: Path, tmp_path: Path) -> None:
+    given = ["verify", SMOLLM2, "--method", "suffix", "--prompts", str(prompts), "--junit", str(tmp_path / "out.xml")]
+    done = runner.invoke(app, [*given, *VERIFY, "--transformers", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["verdict"] == "pass" and report["settings"]["samples"] == 50
+    names = {(check["subject"], check["name"]) for check in report["checks"]}
+    assert {("plain", "greedy = Transformers"), ("suffix", "same seed = plain"), ("suffix", "sampled law")} <= names
+    suite = ElementTree.parse(tmp_path / "out.xml").getroot()
+    assert suite.get("tests") == str(len(names)) and suite.get("failures") == "0"
+
+
+def test_verify_fails_a_bug_with_an_exit_code(
+    smollm2: object, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample, "_top_p", lambda logits, mass: logits)
+    given = ["verify", SMOLLM2, "--method", "plain", "--prompts", str(prompts), "--top-p", "0.2"]
+    done = runner.invoke(app, [*given, *VERIFY, "--junit", str(tmp_path / "out.xml")])
+    assert done.exit_code == 1, done.output
+    assert "FAIL" in done.output and "sampled law" in done.output
+    assert ElementTree.parse(tmp_path / "out.xml").getroot().find("testcase/failure") is not None
+
+
+def test_verify_gives_a_lossy_verifier_a_price(smollm2: object, prompts: Path) -> None:
+    given = ["verify", SMOLLM2, "--method", "ngram", "--verifier", "typical", "--prompts", str(prompts), "--json"]
+    done = runner.invoke(app, [*given, *VERIFY])
+    assert done.exit_code == 0, done.output
+    price = next(check for check in json.loads(done.stdout)["checks"] if check["verdict"] == "price")
+    assert {"kl", "logprob", "score", "score_plain"} <= price["figures"].keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", SMOLLM2, "--method", "sufix"], "did you mean 'suffix'"),
+        (["verify", SMOLLM2, "--temperature", "0"], "need a temperature above 0"),
+        (["verify", "--server", "http://127.0.0.1:9", "--off", "{"], "is not JSON"),
+        (["verify", "--server", "http://127.0.0.1:9"], "no connection to http://127.0.0.1:9"),
+        (["verify", SMOLLM2, "--prompts", "nowhere.jsonl"], "cannot read the prompts"),
+        (["advise", SMOLLM2, "--method", "draft"], "needs --draft"),
+        (["advise", SMOLLM2, "--method", "ngram:min=2"], "did you mean 'min_n'"),
+        (["bench", SMOLLM2, "-m", "draft"], "add --draft MODEL"),
+        (["show", "nowhere.jsonl"], "cannot read the trace"),
+    ],
+)
+def test_wrong_arguments_of_the_measuring_commands(smollm2: object, arguments: list[str], message: str) -> None:
+    done = runner.invoke(app, arguments)
+    assert done.exit_code in (1, 2), done.output
+    assert message in done.stderr.replace("\n", " ")
+
+
+def test_advise_predicts_and_measures(smollm2: object, prompts: Path) -> None:
+    given = ["advise", SMOLLM2, "--prompts", str(prompts), "--method", "ngram:depth=1", "--max-tokens", "6"]
+    done = runner.invoke(app, [*given, "--best", "1", "--rounds", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["recorded"] == found["held_out"] == 2
+    assert [o["name"] for o in found["outcomes"]] == ["ngram:depth=1"]
+    shown = runner.invoke(app, [*given, "--best", "0"])
+    assert shown.exit_code == 0 and "predicted" in shown.output
+
+
+def test_a_run_can_be_traced_and_shown(smollm2: object, tmp_path: Path) -> None:
+    trace = tmp_path / "run.jsonl"
+    given = ["generate", "Say hi hi hi.", "--method", "ngram", "--max-tokens", "12", "--json"]
+    done = runner.invoke(app, [*given, "--trace", str(trace), "--trace-probs"])
+    assert done.exit_code == 0, done.output
+    shown = runner.invoke(app, ["show", str(trace), "--terminal"])
+    assert shown.exit_code == 0 and "ngram" in shown.output
+    page = runner.invoke(app, ["show", str(trace), "--no-open"])
+    assert page.exit_code == 0 and (tmp_path / "run.html").is_file()

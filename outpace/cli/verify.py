@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from outpace.cli.common import DEFAULT_MODEL, app, load_model, pairs, reports_errors, stderr
 from outpace.cli.flags import AsJson, Device, Draft, Dtype, Exact, PolicyName, Seed, Settings, TopK, TopP, VerifierName
-from outpace.errors import UsageError
+from outpace.errors import OutpaceError, UsageError
 
 if TYPE_CHECKING:
     from outpace.api import Model
@@ -46,7 +47,7 @@ def verify(
     verifier: VerifierName = "match",
     prompts: PromptFile = None,
     limit: Limit = 1,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 48,
     temperature: Annotated[float, typer.Option(help="Of the sampled checks; greedy is always checked.")] = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -70,6 +71,8 @@ def verify(
     exact: Exact = False,
 ) -> None:
     """Prove that speculation does not change the answers. Exit code 0: proven; 1: something differs."""
+    if find_spec("scipy") is None:
+        raise OutpaceError("the test of the sampled law needs scipy: pip install 'outpace[verify]'")
     from outpace.proof import present
     from outpace.proof.records import Report
     from outpace.proof.suite import subjects_of

@@ -27,6 +27,8 @@ LEAST = 50  # draws after one beginning that are worth a test
 EXPECTED = 5.0  # draws that a bin should hold, by the usual rule
 POWER = 0.9
 
+Following = dict[tuple[Any, ...], Counter[Any]]  # what came next, by what came before
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -89,14 +91,22 @@ def draw(plan: Plan, subject: Subject, index: int) -> list[Counts]:
         for i in range(plan.samples)
     ]
     short = [replace(request, max_tokens=DEPTH) for request in requests]
-    following: dict[tuple[int, ...], Counter[int]] = {}
-    for completion in plan.model.generate(short):
-        if completion.error is not None:
-            raise OutpaceError(f"{subject.name} failed while it was sampled: {completion.error}")
-        for depth, token in enumerate(completion.tokens):
-            following.setdefault(tuple(completion.tokens[:depth]), Counter())[token] += 1
-    frequent = {prefix: drawn for prefix, drawn in following.items() if drawn.total() >= LEAST}
+    done = plan.model.generate(short)
+    failed = next((completion.error for completion in done if completion.error is not None), None)
+    if failed is not None:
+        raise OutpaceError(f"{subject.name} failed while it was sampled: {failed}")
+    found = following([completion.tokens for completion in done])
+    frequent = {prefix: drawn for prefix, drawn in found.items() if drawn.total() >= LEAST}
     return [_counts(plan, index, list(prefix), drawn) for prefix, drawn in frequent.items()]
+
+
+def following(texts: list[list[Any]]) -> Following:
+    """What came next after each beginning of these texts, counted."""
+    out: Following = {}
+    for text in texts:
+        for depth, unit in enumerate(text):
+            out.setdefault(tuple(text[:depth]), Counter())[unit] += 1
+    return out
 
 
 def _counts(plan: Plan, index: int, prefix: list[int], drawn: Counter[int]) -> Counts:

@@ -43,12 +43,17 @@ def _divergences(checks: list[Check]) -> list[Table]:
         for d in check.divergences[:SHOWN]:
             gap = ["" if x is None else f"{x:.3g}" for x in (d.gap, d.rounding)]
             kind = Text("tie", style=COLOURS["tie"]) if d.explained else Text("bug", style=COLOURS["fail"])
-            names = [f"{token} {text!r}" for token, text in zip((d.expected, d.got), d.texts, strict=True)]
+            names = [_named(token, text) for token, text in zip((d.expected, d.got), d.texts, strict=True)]
             shown = map(escape, [check.subject, check.name, str(d.prompt), str(d.position), *names, *gap])
             rows.add_row(*shown, kind)
         if len(check.divergences) > SHOWN:
             rows.add_row(check.subject, check.name, "", "", f"and {len(check.divergences) - SHOWN} more")
     return [rows] if rows.row_count else []
+
+
+def _named(token: int, text: str) -> str:
+    """The id, where there is one, and the text."""
+    return f"{token} {text!r}" if token >= 0 else repr(text)
 
 
 def to_json(report: Report) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outpace.proof.expected import expected_law
 from outpace.proof.judge import rounding_of
-from outpace.proof.law import DEPTH, EXPECTED, LEAST, POWER, Counts, Test, chi_squared, holm
+from outpace.proof.law import DEPTH, EXPECTED, LEAST, POWER, Counts, Following, Test, chi_squared, following, holm
 from outpace.proof.records import Check
 from outpace.proof.remote.answers import Answers
 from outpace.proof.remote.compare import END, MOST
@@ -28,8 +28,6 @@ from outpace.proof.remote.server import Server, sampling_fields
 from outpace.sample import Sampling
 
 COIN = math.log(0.5)
-
-Following = dict[tuple[Any, ...], Counter[Any]]  # what came next, by what came before
 
 
 @dataclass(frozen=True)
@@ -125,14 +123,6 @@ def compared(index: int, on: list[Reply], off: list[Reply]) -> list[Both]:
 def _units(reply: Reply, by_tokens: bool) -> list[str]:
     units = [token.text for token in reply.tokens or []] if by_tokens else list(reply.text)
     return [*units, END] if reply.finish_reason == "stop" else units
-
-
-def following(texts: list[list[Any]]) -> Following:
-    out: Following = {}
-    for text in texts:
-        for depth, unit in enumerate(text):
-            out.setdefault(tuple(text[:depth]), Counter())[unit] += 1
-    return out
 
 
 def _total(found: Following, prefix: tuple[Any, ...]) -> int:
