@@ -69,18 +69,24 @@ def sampled_law(plan: Plan, subject: Subject) -> Check:
     wrong = holm([test.p for test in tests], plan.alpha)
     impossible = sum(counts.impossible for counts in found)
     draws = sum(test.draws for test in tests)
-    effect = max((test.effect for test in tests if test.bins > 1), default=float("inf"))
+    effects = [test.effect for test in tests if test.bins > 1]
     least = min((test.p for test in tests), default=1.0)
-    finds = f"finds w >= {effect:.2f} with power {POWER:.0%}" if effect < 1e3 else "nothing was left to chance"
     summary = (
         f"{draws} draws after {len(tests)} texts: least p {least:.2g} (Holm, alpha {plan.alpha:g}), "
-        f"{impossible} impossible; {finds}"
+        f"{impossible} impossible; {finds(effects)}"
     )
     figures: dict[str, Any] = {
         "draws": draws, "tests": len(tests), "rejected": wrong, "impossible": impossible, "alpha": plan.alpha,
-        "power": POWER, "effect": effect, "p": [test.p for test in tests], "each": [vars(test) for test in tests],
+        "power": POWER, "effects": effects, "p": [test.p for test in tests], "each": [vars(test) for test in tests],
     }  # fmt: skip
     return Check(subject.name, name, "fail" if wrong or impossible else "pass", summary, figures=figures)
+
+
+def finds(effects: list[float]) -> str:
+    """What the tests would have found, in words: the smallest deviation of the best test and of the worst."""
+    if not effects:
+        return "nothing was left to chance"
+    return f"finds w >= {min(effects):.2f} (after the rarest text {max(effects):.2f}) with power {POWER:.0%}"
 
 
 def draw(plan: Plan, subject: Subject, index: int) -> list[Counts]:

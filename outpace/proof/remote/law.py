@@ -18,7 +18,19 @@ from torch import Tensor
 
 from outpace.proof.expected import expected_law
 from outpace.proof.judge import rounding_of
-from outpace.proof.law import DEPTH, EXPECTED, LEAST, POWER, Counts, Following, Test, chi_squared, following, holm
+from outpace.proof.law import (
+    DEPTH,
+    EXPECTED,
+    LEAST,
+    POWER,
+    Counts,
+    Following,
+    Test,
+    chi_squared,
+    finds,
+    following,
+    holm,
+)
 from outpace.proof.records import Check
 from outpace.proof.remote.answers import Answers
 from outpace.proof.remote.compare import END, MOST
@@ -79,17 +91,16 @@ def sampled_law(answers: Answers, local: Local | None) -> Check:
 def _check(answers: Answers, found: list[Found], impossible: int, unread: int) -> Check:
     plan, wrong = answers.plan, holm([test.p for test in found], answers.plan.alpha)
     draws, least = sum(test.draws for test in found), min(test.p for test in found)
-    effect = max((test.effect for test in found if test.bins > 1), default=float("inf"))
-    finds = f"finds w >= {effect:.2f} with power {POWER:.0%}" if effect < 1e3 else "nothing was left to chance"
+    effects = [test.effect for test in found if test.bins > 1]
     summary = (
         f"{draws} draws after {len(found)} texts, {plan.samples} answers per prompt: least p {least:.2g} (Holm, alpha "
-        f"{plan.alpha:g}), {impossible} impossible; {finds}"
+        f"{plan.alpha:g}), {impossible} impossible; {finds(effects)}"
     )
     if unread:
         summary += f"; {unread} answers whose tokens could not be read were left out"
     figures: dict[str, Any] = {
         "draws": draws, "tests": len(found), "rejected": wrong, "impossible": impossible, "alpha": plan.alpha,
-        "power": POWER, "effect": effect, "p": [test.p for test in found], "each": [vars(test) for test in found],
+        "power": POWER, "effects": effects, "p": [test.p for test in found], "each": [vars(test) for test in found],
     }  # fmt: skip
     name, bad = "sampled law", bool(wrong or impossible)
     return Check(answers.subject, name, "fail" if bad else "pass", summary, figures=figures)
