@@ -16,8 +16,9 @@ export TOKENIZERS_PARALLELISM := false
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
+# One process per core, with one thread each: most tests wait for Python, not for matrix products.
 test: .venv/ready
-	$(BIN)/pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -50,6 +50,10 @@ class Sampling:
             "presence_penalty": True,
             "frequency_penalty": True,
         }
+        try:  # JSON has no keys but strings
+            object.__setattr__(self, "logit_bias", {int(token): float(b) for token, b in self.logit_bias.items()})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"logit_bias is a mapping of token ids to numbers, got {self.logit_bias!r}") from error
         for name, good in checks.items():
             value = getattr(self, name)
             if not good or not math.isfinite(value):

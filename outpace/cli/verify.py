@@ -15,10 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from outpace.cli.common import DEFAULT_MODEL, app, load_model, pairs, reports_errors, stderr
 from outpace.cli.flags import AsJson, Device, Draft, Dtype, Exact, PolicyName, Seed, Settings, TopK, TopP, VerifierName
-from outpace.errors import OutpaceError, UsageError
+from outpace.errors import OutpaceError, UsageError, unknown
 
 if TYPE_CHECKING:
     from outpace.api import Model
+    from outpace.bench.tasks import Prompt
     from outpace.proof.plan import Subject
     from outpace.proof.records import Check
     from outpace.proof.suite import Question
@@ -73,22 +74,26 @@ def verify(
     """Prove that speculation does not change the answers. Exit code 0: proven; 1: something differs."""
     if find_spec("scipy") is None:
         raise OutpaceError("the test of the sampled law needs scipy: pip install 'outpace[verify]'")
+    from outpace.bench import tasks
     from outpace.proof import present
     from outpace.proof.records import Report
     from outpace.proof.suite import subjects_of
     from outpace.sample import Sampling
 
-    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, **pairs(settings))
+    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings)}
+    for name in given.keys() - vars(Sampling()).keys():
+        raise unknown("sampling setting", name, vars(Sampling()))
+    sampling = Sampling(**given)
     plan = {"max_tokens": max_tokens, "sampling": sampling, "samples": samples, "contexts": contexts, "alpha": alpha}
     shared = {"policy": policy, "verifier": verifier}
-    source = Source(prompts, limit)
+    found = tasks.load(prompts, limit=limit)
     if server is not None:
         urls = Urls(server, reference_server, _fields(on), _fields(off), served_model)
-        asked = _of_server(urls, load_model(model, dtype, device) if model else None, source, plan)
+        asked = _of_server(urls, load_model(model, dtype, device) if model else None, found, plan)
     else:
-        lm = load_model(model or DEFAULT_MODEL, dtype, device, exact)
         subjects = subjects_of(method, load_model(draft, dtype, device) if draft else None, shared)
-        asked = _of_model(lm, subjects, source, plan | {"batches": tuple(batch)}, transformers)
+        lm = load_model(model or DEFAULT_MODEL, dtype, device, exact)
+        asked = _of_model(lm, subjects, found, plan | {"batches": tuple(batch)}, transformers)
     stated = {k: v for k, v in plan.items() if k != "sampling"} | shared | vars(sampling) | {"exact": exact}
     report = Report(server or model or DEFAULT_MODEL, stated, list(_answers(asked)))
     if junit is not None:
@@ -102,14 +107,6 @@ def verify(
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where prompts come from."""
-
-    path: Path | None
-    limit: int | None
-
-
-@dataclass(frozen=True)
 class Urls:
     """A server with speculation, and how to have the same without."""
 
@@ -120,24 +117,23 @@ class Urls:
     model: str | None
 
 
-def _of_server(urls: Urls, local: Model | None, source: Source, plan: dict[str, Any]) -> list[Question]:
-    from outpace.bench import tasks
+def _of_server(urls: Urls, local: Model | None, prompts: list[Prompt], plan: dict[str, Any]) -> list[Question]:
     from outpace.proof.remote import Server, ServerPlan, server_questions
 
     on = Server(urls.on, urls.model, extra=urls.on_fields)
     off = None
     if urls.off is not None or urls.off_fields:
         off = Server(urls.off or urls.on, urls.model, extra=urls.off_fields)
-    prompts = [prompt.turns[0] for prompt in tasks.load(source.path, limit=source.limit)]
-    return server_questions(on, off, local, ServerPlan(prompts, **plan))
+    return server_questions(on, off, local, ServerPlan([prompt.turns[0] for prompt in prompts], **plan))
 
 
-def _of_model(lm: Model, subjects: list[Subject], source: Source, plan: dict[str, Any], hf: bool) -> list[Question]:
+def _of_model(
+    lm: Model, subjects: list[Subject], prompts: list[Prompt], plan: dict[str, Any], hf: bool
+) -> list[Question]:
     from outpace.bench import tasks
     from outpace.proof.plan import Plan
     from outpace.proof.suite import questions
 
-    prompts = tasks.load(source.path, limit=source.limit)
     answers = {i: prompt.answer for i, prompt in enumerate(prompts) if prompt.answer is not None}
     encoded = [tasks.encode(prompt, lm) for prompt in prompts]
     return questions(Plan(lm, encoded, answers=answers, **plan), subjects, hf)

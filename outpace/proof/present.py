@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from outpace.errors import OutpaceError
 from outpace.proof.records import Check, Report, Verdict
 
 COLOURS: dict[Verdict, str] = {"pass": "green", "tie": "yellow", "fail": "bold red", "price": "magenta", "skip": "dim"}
@@ -77,5 +78,8 @@ def write_junit(report: Report, path: Path) -> None:
         else:
             xml.SubElement(case, "system-out").text = f"{check.verdict}: {check.summary}"
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    xml.ElementTree(suite).write(scratch, encoding="utf-8", xml_declaration=True)
-    os.replace(scratch, path)
+    try:
+        xml.ElementTree(suite).write(scratch, encoding="utf-8", xml_declaration=True)
+        os.replace(scratch, path)
+    except OSError as error:
+        raise OutpaceError(f"cannot write the JUnit file: {error}") from error

@@ -57,7 +57,8 @@ def subjects_of(specs: list[str], draft: Model | None, shared: dict[str, Any]) -
     subjects = []
     for spec in specs:
         name, given = parse(spec)
-        if draft is not None and name != "auto" and "draft" in options(find(name)):
+        takes_draft = name == "auto" or "draft" in options(find(name))
+        if draft is not None and takes_draft:
             given["draft"] = draft
         subjects.append(Subject(spec, {"method": name, **shared, **given}))
     return subjects
