@@ -11,12 +11,12 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor, nn
 
-from outpace.models.base import Job, Output, SlotLM
+from outpace.models.base import CachelessLM, Job, Output
 
 VOCAB = 64
 
 
-class ToyLM(SlotLM):
+class ToyLM(CachelessLM):
     """Embeddings, attention layers and a head at random weights; one with fewer layers shares those it has by seed."""
 
     def __init__(self, layers: int = 2, seed: int = 0, vocab: int = VOCAB, context: int = 4096):
@@ -66,18 +66,6 @@ class ToyLM(SlotLM):
 
     def reference(self) -> ToyLM:
         return self
-
-    def reserve(self, jobs: Seq[Job]) -> None:
-        """There is no cache."""
-
-    def commit(self, row: int, path: list[int]) -> None:
-        """There is no cache."""
-
-    def crop(self, row: int, length: int) -> int:
-        return length
-
-    def copy(self, source: int, target: int, length: int) -> bool:
-        return True
 
 
 class ByteTokenizer:

@@ -18,6 +18,7 @@ import torch
 
 from outpace.engine import Event
 from outpace.errors import OutpaceError
+from outpace.jsonl import read_lines
 from outpace.policy import POLICIES
 from outpace.sequence import Sequence, Step
 from outpace.text import TextStream, Tokenizer
@@ -228,40 +229,16 @@ def reason(record: Pass, node: int, pieces: dict[int, str]) -> str:
 
 def read(path: str | Path) -> Trace:
     """A trace file as records; a last line that was cut off is left out."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutpaceError(f"cannot read the trace {str(path)!r}: {error}") from error
-    records = list(_records(lines, path))
-    if not records or records[0].get("format") != FORMAT:
-        raise OutpaceError(f"{str(path)!r} is not an Outpace trace; make one with `outpace generate --trace FILE`")
-    header = records[0]
-    if header["version"] > VERSION:
-        raise OutpaceError(
-            f"{str(path)!r} has version {header['version']}, and this Outpace reads up to {VERSION}: update it"
-        )
+    header, *lines = read_lines(
+        path, FORMAT, VERSION, "an Outpace trace; make one with `outpace generate --trace FILE`"
+    )
     trace = Trace(header, [], {})
-    for number, line in enumerate(records[1:], start=2):
+    for number, line in enumerate(lines, start=2):
         try:
             _take(trace, line.pop("type"), line)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise OutpaceError(f"{str(path)!r}, line {number} is not of this format: {error!r}") from error
     return trace
-
-
-def _records(lines: list[str], path: str | Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines) > 1:
-                return  # the run broke off while it was written
-            raise OutpaceError(f"{str(path)!r}, line {number} is not JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise OutpaceError(f"{str(path)!r}, line {number} is not a JSON object")
-        yield found
 
 
 def _take(trace: Trace, kind: str, line: dict[str, Any]) -> None:

@@ -512,7 +512,7 @@ def test_an_interrupted_run_is_reported(
         (["--json", "--markdown"], "choose one"),
         (["--update", "x.md"], "--update needs FILE.md#NAME"),
         (["--update", "none.md#x"], "cannot update"),
-        (["--from", "none.jsonl"], "cannot read the runs"),
+        (["--from", "none.jsonl"], "cannot read"),
         (["--transformers"], "add --no-transformers"),
     ],
 )

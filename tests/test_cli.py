@@ -154,7 +154,7 @@ def test_verify_gives_a_lossy_verifier_a_price(smollm2: object, prompts: Path) -
         (["advise", SMOLLM2, "--method", "draft"], "needs --draft"),
         (["advise", SMOLLM2, "--method", "ngram:min=2"], "did you mean 'min_n'"),
         (["bench", SMOLLM2, "-m", "draft"], "add --draft MODEL"),
-        (["show", "nowhere.jsonl"], "cannot read the trace"),
+        (["show", "nowhere.jsonl"], "cannot read 'nowhere.jsonl'"),
     ],
 )
 def test_wrong_arguments_of_the_measuring_commands(smollm2: object, arguments: list[str], message: str) -> None:

@@ -21,7 +21,7 @@ COMMAND = "reports_errors"  # the decorator of every command
 
 # A module may import those of its own layer and of the layers above it in this list.
 LAYERS = [
-    {"version", "errors", "noise"},
+    {"version", "errors", "noise", "jsonl"},
     {"tree", "stats"},
     {"sequence"},
     {"sample", "processors", "grammar", "drafter", "text"},

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from outpace.advise.recording import Recording, places
 from outpace.errors import UsageError
-from outpace.models.base import LM, Job, Output, Reference, SlotLM
+from outpace.models.base import LM, CachelessLM, Job, Output, Reference
 
 CERTAIN = 1e6  # a logit that no noise and no filter can move from the top
 
 
-class ReplayLM(SlotLM):
+class ReplayLM(CachelessLM):
     """The target of a recording: right where it was recorded, and nearly free."""
 
     def __init__(self, target: LM, recordings: Seq[Recording]):
@@ -62,18 +62,6 @@ class ReplayLM(SlotLM):
 
     def reference(self) -> Reference:
         raise UsageError("a recording has no reference")
-
-    def reserve(self, jobs: Seq[Job]) -> None:
-        """There is no cache."""
-
-    def commit(self, row: int, path: list[int]) -> None:
-        """There is no cache."""
-
-    def crop(self, row: int, length: int) -> int:
-        return length
-
-    def copy(self, source: int, target: int, length: int) -> bool:
-        return True
 
 
 def _by_ending(recordings: Seq[Recording]) -> dict[tuple[int, ...], dict[int, list[int]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from importlib.metadata import version
@@ -17,6 +17,7 @@ import torch
 from outpace.api import Model
 from outpace.bench.run import Condition, Group, Run, Settings
 from outpace.errors import OutpaceError
+from outpace.jsonl import read_lines
 from outpace.sample import Sampling
 from outpace.stats import Stats
 from outpace.version import __version__
@@ -114,38 +115,14 @@ class Writer:
 
 def read(path: Path) -> Record:
     """A file as records; a last line that was cut off is left out."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutpaceError(f"cannot read the runs {str(path)!r}: {error}") from error
-    found = list(_lines(lines, path))
-    if not found or found[0].get("format") != FORMAT:
-        raise OutpaceError(f"{str(path)!r} is not a runs.jsonl of `outpace bench`")
-    header = found[0]
-    if header["version"] > VERSION:
-        raise OutpaceError(
-            f"{str(path)!r} has version {header['version']}, and this Outpace reads up to {VERSION}: update it"
-        )
+    header, *lines = read_lines(path, FORMAT, VERSION, "a runs.jsonl of `outpace bench`")
     record = Record({key: value for key, value in header.items() if key not in ("type", "format", "version")})
-    for number, line in enumerate(found[1:], start=2):
+    for number, line in enumerate(lines, start=2):
         try:
             _take(record, line.pop("type"), line)
         except (KeyError, TypeError, ValueError) as error:
             raise OutpaceError(f"{str(path)!r}, line {number} is not of this format: {error!r}") from error
     return record
-
-
-def _lines(lines: Seq[str], path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            found = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines) > 1:
-                return  # the run broke off while it was written
-            raise OutpaceError(f"{str(path)!r}, line {number} is not JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise OutpaceError(f"{str(path)!r}, line {number} is not a JSON object")
-        yield found
 
 
 def _take(record: Record, kind: str, line: dict[str, Any]) -> None:

@@ -276,3 +276,19 @@ class SlotLM(ABC):
         if len(row.hidden) > 1:
             row.hidden = [torch.cat(row.hidden)]
         return row.hidden[0] if row.hidden else None
+
+
+class CachelessLM(SlotLM):
+    """A model that computes every node anew, and so has nothing to move or to forget."""
+
+    def reserve(self, jobs: Seq[Job]) -> None:
+        """Nothing is kept."""
+
+    def commit(self, row: int, path: list[int]) -> None:
+        """Nothing is kept."""
+
+    def crop(self, row: int, length: int) -> int:
+        return length
+
+    def copy(self, source: int, target: int, length: int) -> bool:
+        return True
