@@ -133,6 +133,20 @@ def test_verify_fails_a_bug_with_an_exit_code(
     assert ElementTree.parse(tmp_path / "out.xml").getroot().find("testcase/failure") is not None
 
 
+def test_verify_reports_what_it_found_before_ctrl_c(
+    smollm2: object, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outpace.proof.parity.Parity.batched", stop)
+    done = runner.invoke(app, ["verify", SMOLLM2, "--method", "plain", "--prompts", str(prompts), *VERIFY, "--json"])
+    assert done.exit_code == 130, done.output
+    report = json.loads(done.stdout)
+    assert [check["name"] for check in report["checks"]] == ["every token"] and report["verdict"] == "incomplete"
+    assert "interrupted after 1 of 3 checks" in done.stderr
+
+
 def test_verify_gives_a_lossy_verifier_a_price(smollm2: object, prompts: Path) -> None:
     given = ["verify", SMOLLM2, "--method", "ngram", "--verifier", "typical", "--prompts", str(prompts), "--json"]
     done = runner.invoke(app, [*given, *VERIFY])

@@ -52,6 +52,12 @@ def test_the_example_of_the_readme_runs(smollm2: Model, monkeypatch: pytest.Monk
     assert scope["out"].tokens == scope["plain"].tokens  # type: ignore[attr-defined]
 
 
+def test_the_example_of_verify_runs(toy: Model) -> None:
+    scope: dict[str, object] = {"lm": toy}
+    exec(blocks("docs/verify.md")[0], scope)
+    assert {check.subject for check in scope["checks"]} == {"plain", "suffix"}  # type: ignore[attr-defined]
+
+
 def test_links_of_the_documentation_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from outpace.cli.common import DEFAULT_MODEL, app, load_model, pairs, reports_errors, stderr
+from outpace.cli.common import DEFAULT_MODEL, INTERRUPTED, app, load_model, pairs, reports_errors, stderr
 from outpace.cli.flags import AsJson, Device, Draft, Dtype, Exact, PolicyName, Seed, Settings, TopK, TopP, VerifierName
 from outpace.errors import OutpaceError, UsageError, unknown
 
@@ -95,13 +96,19 @@ def verify(
         lm = load_model(model or DEFAULT_MODEL, dtype, device, exact)
         asked = _of_model(lm, subjects, found, plan | {"batches": tuple(batch)}, transformers)
     stated = {k: v for k, v in plan.items() if k != "sampling"} | shared | vars(sampling) | {"exact": exact}
-    report = Report(server or model or DEFAULT_MODEL, stated, list(_answers(asked)))
+    checks: list[Check] = []
+    with suppress(KeyboardInterrupt):  # what was found by then is reported
+        checks.extend(_answers(asked))
+    report = Report(server or model or DEFAULT_MODEL, stated, checks, len(checks) == len(asked))
     if junit is not None:
         present.write_junit(report, junit)
     if as_json:
         typer.echo(present.to_json(report))
     else:
         Console().print(present.table(report))
+    if not report.complete:
+        stderr.print(f"interrupted after {len(checks)} of {len(asked)} checks")
+        raise typer.Exit(INTERRUPTED)
     if report.failed or (strict and any(check.verdict == "tie" for check in report.checks)):
         raise typer.Exit(1)
 

@@ -33,6 +33,8 @@ def verdict_line(report: Report) -> Text:
     if failed:
         names = ", ".join(dict.fromkeys(check.subject for check in failed))
         return Text(f"FAIL: {len(failed)} of {len(report.checks)} checks ({names})", style="bold red")
+    if not report.complete:
+        return Text(f"INCOMPLETE: {len(report.checks)} checks were done, none of them failed", style="bold yellow")
     ties = sum(check.verdict == "tie" for check in report.checks)
     explained = f"; {ties} with divergences that rounding explains (exact=True removes them)" if ties else ""
     return Text(f"PASS: {len(report.checks)} checks{explained}", style="bold green")

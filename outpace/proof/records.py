@@ -54,13 +54,14 @@ class Report:
     model: str
     settings: dict[str, Any]
     checks: list[Check]
+    complete: bool = True  # False: broken off before all was asked
 
     @property
     def failed(self) -> bool:
         return any(check.failed for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"verdict": "fail" if self.failed else "pass"}
+        return asdict(self) | {"verdict": "fail" if self.failed else "pass" if self.complete else "incomplete"}
 
 
 def verdict_of(divergences: Seq[Divergence]) -> Verdict:
