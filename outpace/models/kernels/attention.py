@@ -1,0 +1,309 @@
+"""Attention of few queries, each with its own ancestors, over long prefixes of different lengths.
+
+The entries of a sequence are split among programs, which each make a part of the softmax; the last of them to arrive
+joins the parts. Heads that share a key head are further rows of its tile, so that no key is read twice for them.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.models.kernels.runtime import DTYPES, constexpr, counters, jit, machine, power, tl
+
+
+class Seen(NamedTuple):
+    """Who sees what in one pass, on the device: nothing here is read by the host."""
+
+    jobs: Tensor  # int64 [jobs, 4]: first token, number of tokens, first entry, committed entries
+    bits: Tensor  # int64 [tokens, words]: bit j of word w: sees entry 64 w + j after the committed ones
+    positions: Tensor  # int64 [tokens]: in the text
+
+
+class Rule(NamedTuple):
+    """How products of queries and keys become weights."""
+
+    scale: float
+    window: int = 0  # 0 is none; in-pass entries are cut by their bits alone
+    softcap: float = 0.0  # 0 is none
+    sinks: Tensor | None = None  # [heads]: one more logit in the denominator
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the work is cut: rows and entries of a tile, and programs that share the entries of a job."""
+
+    block_m: int
+    block_n: int  # 16, 32 or 64: a chunk's bits are of one word
+    splits: int
+    warps: int = 4
+    stages: int = 3
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, rule: Rule) -> Tensor:
+    """Each token's mixture of the values it sees; zeros for tokens of no job."""
+    # [tokens, heads, dim], [pool, kv heads, dim] twice -> [tokens, heads, dim]
+    options = [rule.scale, float(rule.window), rule.softcap]
+    return torch.ops.outpace.attend(q, keys, values, list(seen), rule.sinks, options)
+
+
+@torch.library.custom_op(
+    "outpace::attend",
+    mutates_args=(),
+    schema="(Tensor q, Tensor keys, Tensor values, Tensor[] seen, Tensor? sinks, float[] options) -> Tensor",
+)
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, seen: list[Tensor], sinks: Tensor | None, options: list[float]
+) -> Tensor:
+    scale, window, softcap = options
+    return launch(q, keys, values, Seen(*seen), Rule(scale, int(window), softcap, sinks))
+
+
+@_attend.register_fake
+def _(
+    q: Tensor, keys: Tensor, values: Tensor, seen: list[Tensor], sinks: Tensor | None, options: list[float]
+) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def plan(q: Tensor, keys: Tensor, jobs: int) -> Config:
+    """The cut for such shapes: programs for all multiprocessors, if there are as many chunks of entries."""
+    (tokens, heads, dim), (pool, kv_heads, _), gpu = q.shape, keys.shape, machine(q.device)
+    live = -(-min(jobs, tokens) // 2)  # jobs are rounded up, so about half of them may be empty
+    rows = -(-tokens // live) * (heads // kv_heads)  # of a job, if they are alike
+    width = power(dim) * q.element_size()  # bytes of an entry's key
+    wide = q.element_size() > 2  # no matrix unit: small tiles, or their numbers spill
+    # A high tile reads the entries less often, but there are fewer, and its last program has more to join.
+    most = 128 if pool // jobs >= 2**13 and dim <= 128 else 64
+    block_m = 16 if wide else min(most, max(16, power(rows)))
+    block_n = max(16, min(64, 2**14 // width))
+    warps = 8 if wide or block_m > 64 or block_m * power(dim) > 2**13 else 4
+    programs = gpu.processors * (1 if block_m > 64 else 2)  # that run at a time
+    splits = min(64, programs // (live * -(-rows // block_m) * kv_heads), 2 * (pool // block_n))
+    need = (4 if block_m < 64 else 6) * block_n * width + block_m * width + 2**13  # of fast memory, in three stages
+    return Config(block_m, block_n, max(1, splits), warps, 3 if need <= gpu.shared else 2)
+
+
+def launch(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, rule: Rule, config: Config | None = None) -> Tensor:
+    """The kernel, with a cut of the caller's choice."""
+    (tokens, heads, dim), kv_heads, jobs = q.shape, keys.shape[1], seen.jobs.shape[0]
+    if q.dtype not in DTYPES or keys.dtype != q.dtype or values.dtype != q.dtype or keys.shape != values.shape:
+        raise ValueError(f"queries in {q.dtype} do not go with keys in {keys.dtype} of shape {tuple(keys.shape)}")
+    if keys.stride(2) != 1 or values.stride(2) != 1:
+        raise ValueError("the numbers of a key or a value must lie together")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if tokens == 0 or jobs == 0:
+        return out.zero_()
+    cut, q = config or plan(q, keys, jobs), q if q.stride(2) == 1 else q.contiguous()
+    table, bits, positions = (part.contiguous() for part in seen)
+    strides = [side.stride(i) for side in (q, keys, values) for i in (0, 1)]
+    group, wide = heads // kv_heads, max(16, power(dim))
+    tiles = (tokens * group + min(jobs, tokens) * (cut.block_m - 1)) // cut.block_m  # at most, however jobs are sized
+    sums = stats = arrived = None
+    if cut.splits > 1:
+        sums = torch.empty(tiles, kv_heads, cut.splits, cut.block_m, dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(tiles, kv_heads, cut.splits, cut.block_m, dtype=torch.float32, device=q.device)
+        arrived = counters(q.device, tiles * kv_heads)
+    parts = min(8, power(cut.splits))  # that are read at a time, of so many rows that a thread reads 16 numbers of each
+    lines = min(cut.block_m // 2, 512 * cut.warps // wide)
+    with torch.cuda.device_of(q):
+        _attention[(tiles, kv_heads, cut.splits)](
+            q, keys, values, table, bits, positions, sums, stats, arrived, rule.sinks, out, *strides, rule.scale,
+            jobs, tokens, WORDS=bits.shape[1], WINDOW=rule.window, SOFTCAP=rule.softcap, GROUP=group, D=dim, DP=wide,
+            JP=power(jobs), BM=cut.block_m, BN=cut.block_n, PARTS=parts, LINES=lines,
+            num_warps=cut.warps, num_stages=cut.stages,
+        )  # fmt: skip
+    return out
+
+
+@jit
+def _attention(
+    q, keys, values, jobs, bits, positions, sums, stats, arrived, sinks, out, q0, q1, k0, k1, v0, v1, scale, count,
+    all_tokens, WORDS: constexpr, WINDOW: constexpr, SOFTCAP: constexpr, GROUP: constexpr, D: constexpr, DP: constexpr,
+    JP: constexpr, BM: constexpr, BN: constexpr, PARTS: constexpr, LINES: constexpr,
+):  # fmt: skip
+    """One split's part of the softmax, for a tile of the rows of one job and key head; the last to arrive joins them.
+
+    A job's chunks are those of the prefix that are full, the rest of the prefix, and then the entries of this pass.
+    """
+    head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    tile, token0, rows, base, prefix = _task(jobs, tl.program_id(0), count, GROUP, JP, BM)
+    row, column = tile * BM + tl.arange(0, BM), tl.arange(0, BN)
+    real = row < rows
+    token, of = token0 + row // GROUP, head * GROUP + row % GROUP  # token is int64, as every index from it
+    low, full, position = 0, prefix // BN, row
+    if WINDOW > 0:  # chunks before it are seen by no row of this tile
+        position = tl.load(positions + token, mask=real, other=2**31 - 1).to(tl.int32)
+        low = tl.minimum(tl.maximum(tl.min(position) - WINDOW + 1, 0) // BN, full)
+    chunks = full + 1 + WORDS * 64 // BN - low
+    # To join a part of 192 rows takes about as long as a chunk: then this share has the earliest end.
+    share = tl.maximum(tl.cdiv(chunks, splits), (tl.sqrt(chunks * (BM / 192)) + 0.5).to(tl.int32))
+    used = tl.cdiv(chunks, share)  # splits; the others have nothing to do
+    begin = low + split * share
+    end = tl.minimum(begin + share, low + chunks)
+    if (tile * BM < rows) & (split < used):
+        query = _entries(q, token * q0 + of * q1, real, D, DP)
+        k, v = keys + head.to(tl.int64) * k1, values + head.to(tl.int64) * v1
+        rest = (tl.full([], 1, tl.int64) << (prefix - full * BN)) - 1  # of the prefix, as bits
+        top = tl.full([BM], float("-inf"), tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, DP], tl.float32)
+        for chunk in range(begin, end):
+            start, some = base + chunk * BN, tl.where(chunk < full, -1, rest)
+            if chunk > full:
+                start = base + prefix + (chunk - full - 1) * BN
+                some = tl.reduce_or(_bits(bits, token, real, chunk - full - 1, WORDS, BN), 0)
+            live = _bit(some, column)  # what nobody sees may never have been written
+            key = _entries(k + start * k0, column * k0, live, D, DP)
+            value = _entries(v + start * v0, column * v0, live, D, DP)
+            logit = _logits(query, key, scale, SOFTCAP)
+            if WINDOW > 0:
+                inside = position[:, None] - (chunk * BN + column)[None, :] < WINDOW
+                logit = tl.where(inside | (chunk > full), logit, float("-inf"))
+            if chunk >= full:
+                mine = _bits(bits, token, real, tl.maximum(chunk - full - 1, 0), WORDS, BN)
+                mine = tl.where(chunk == full, rest, mine)
+                logit = tl.where(_bit(mine[:, None], column[None, :]), logit, float("-inf"))
+            top, total, acc = _fold(logit, value, top, total, acc)
+
+        top, acc = _mean(top, total, acc)
+        if PARTS == 1:
+            _write(out, sinks, token0, tile * BM, rows, head, top, acc, GROUP, D, DP, BM)
+        else:
+            place, line, dim = tl.program_id(0) * tl.num_programs(1) + head, tl.arange(0, BM), tl.arange(0, DP)
+            stats, sums = stats + place * splits * BM, sums + place.to(tl.int64) * splits * BM * D
+            tl.store(stats + split * BM + line, top, mask=real)
+            offset = (split * BM + line)[:, None] * D + dim[None, :]
+            tl.store(sums + offset, acc, mask=real[:, None] & (dim < D)[None, :])
+            tl.debug_barrier()  # the whole program has stored before one of its threads says so
+            if tl.atomic_add(arrived + place, 1, sem="acq_rel", scope="gpu") == used - 1:
+                tl.store(arrived + place, 0)  # for the next launch
+                for first in range(0, tl.minimum(rows - tile * BM, BM), LINES):
+                    peak, mixed = _join(sums, stats, first, rows - tile * BM, used, D, DP, BM, PARTS, LINES)
+                    _write(out, sinks, token0, tile * BM + first, rows, head, peak, mixed, GROUP, D, DP, LINES)
+    if split == splits - 1:
+        _clear(out, jobs, count, all_tokens, head, GROUP, D, DP, JP, BM)
+
+
+@jit
+def _task(jobs, place, count, GROUP: constexpr, JP: constexpr, BM: constexpr):
+    """Of the tiles of all jobs in their order, the one at `place`; and its job: no rows if there is none."""
+    job = tl.arange(0, JP)
+    tiles = tl.cdiv((tl.load(jobs + job * 4 + 1, mask=job < count, other=0) * GROUP).to(tl.int32), BM)
+    before = tl.cumsum(tiles, 0) <= place
+    tile, mine = place - tl.sum(tl.where(before, tiles, 0), 0), tl.sum(before.to(tl.int32), 0)
+    field, real = jobs + mine * 4, mine < count
+    token0, base = tl.load(field, mask=real, other=0), tl.load(field + 2, mask=real, other=0)
+    rows = (tl.load(field + 1, mask=real, other=0) * GROUP).to(tl.int32)
+    return tile, token0, rows, base, tl.load(field + 3, mask=real, other=0).to(tl.int32)
+
+
+@jit
+def _bits(bits, token, real, chunk, WORDS: constexpr, BN: constexpr):
+    """Which entries of a chunk of this pass the rows see."""
+    return tl.load(bits + token * WORDS + chunk * BN // 64, mask=real, other=0) >> (chunk * BN % 64)
+
+
+@jit
+def _bit(word, at):
+    """Whether it is set."""
+    half = tl.where(at < 32, word.to(tl.int32), (word >> 32).to(tl.int32))  # 64-bit shifts are slow
+    return (half >> (at & 31)) & 1 != 0
+
+
+@jit
+def _entries(side, offset, live, D: constexpr, DP: constexpr):
+    """Rows of `side`, with zeros where they are not live or where the head ends."""  # [rows, DP]
+    dim = tl.arange(0, DP)
+    mask = live[:, None] if D == DP else live[:, None] & (dim < D)[None, :]
+    return tl.load(side + offset[:, None] + dim[None, :], mask=mask, other=0.0)
+
+
+@jit
+def _logits(query, key, scale, SOFTCAP: constexpr):
+    """In units of log 2."""
+    logit = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if SOFTCAP > 0:  # tanh, without overflow
+        bend = 1 - 2 / (1 + tl.exp2(logit * (scale * (2 * 1.4426950408889634 / SOFTCAP))))
+        return bend * (SOFTCAP * 1.4426950408889634)
+    else:
+        return logit * (scale * 1.4426950408889634)
+
+
+@jit
+def _fold(logit, value, top, total, acc):
+    """A chunk of entries added to the running maximum, sum and mixture."""
+    peak = tl.maximum(top, tl.max(logit, 1))
+    shift = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet
+    part = tl.exp2(logit - shift[:, None])
+    fade = tl.exp2(top - shift)
+    acc = tl.dot(part.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
+    return peak, total * fade + tl.sum(part, 1), acc
+
+
+@jit
+def _mean(top, total, acc):
+    """The logarithm of the sum, and the mixture by it; zeros for a row that has seen nothing."""
+    none = total == 0
+    total = tl.where(none, 1.0, total)
+    return top + tl.log2(total), tl.where(none[:, None], 0.0, acc * (1 / total)[:, None])  # not-a-number stays
+
+
+@jit
+def _join(
+    sums, stats, first, rows, used, D: constexpr, DP: constexpr, BM: constexpr, PARTS: constexpr, LINES: constexpr
+):
+    """The splits' parts of a few rows, in their order; .cg, since other multiprocessors wrote them."""
+    line, dim = first + tl.arange(0, LINES), tl.arange(0, DP)
+    written = tl.where(line < rows, used, 0)
+    top = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    acc = tl.zeros([LINES, DP], tl.float32)
+    for start in tl.range(0, used, PARTS, num_stages=1):
+        for i in tl.static_range(PARTS):  # so many reads are on their way at a time
+            place, there = (start + i) * BM + line, start + i < written
+            logit = tl.load(stats + place, mask=there, other=float("-inf"), cache_modifier=".cg")
+            inside = there[:, None] & (dim < D)[None, :]
+            part = tl.load(sums + place[:, None] * D + dim[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+            peak = tl.maximum(top, logit)
+            shift = tl.where(peak == float("-inf"), 0.0, peak)
+            weight, fade = tl.exp2(logit - shift), tl.exp2(top - shift)
+            total, acc = total * fade + weight, acc * fade[:, None] + part * weight[:, None]
+            top = peak
+    return _mean(top, total, acc)
+
+
+@jit
+def _write(
+    out, sinks, token0, first, rows, head, top, mixed, GROUP: constexpr, D: constexpr, DP: constexpr, LINES: constexpr
+):
+    """Rows of the output, once all that they see is in."""
+    row, dim = first + tl.arange(0, LINES), tl.arange(0, DP)
+    of, inside = head * GROUP + row % GROUP, (row < rows)[:, None] & (dim < D)[None, :]
+    if sinks is not None:
+        sink = tl.load(sinks + of).to(tl.float32) * 1.4426950408889634
+        shift = tl.maximum(tl.maximum(top, sink), -1e30)  # both may be endless
+        share = tl.exp2(top - shift)
+        mixed *= (share / tl.maximum(share + tl.exp2(sink - shift), 0.5))[:, None]
+    line = (token0 + row // GROUP) * tl.num_programs(1) * GROUP + of
+    tl.store(out + line[:, None] * D + dim[None, :], mixed.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _clear(
+    out, jobs, count, all_tokens, head, GROUP: constexpr, D: constexpr, DP: constexpr, JP: constexpr, BM: constexpr
+):
+    """Zeros for tokens of no job. The tiles, as many as any jobs need, have room for the rows of all tokens."""
+    row, job, dim = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, JP), tl.arange(0, DP)
+    token = row // GROUP
+    first = tl.load(jobs + job * 4, mask=job < count, other=0)
+    last = first + tl.load(jobs + job * 4 + 1, mask=job < count, other=0)
+    covered = (token[:, None] >= first[None, :]) & (token[:, None] < last[None, :])
+    empty = (token < all_tokens) & (tl.max(covered.to(tl.int32), 1) == 0)
+    line = token.to(tl.int64) * tl.num_programs(1) * GROUP + head * GROUP + row % GROUP
+    zeros = tl.zeros([BM, DP], out.dtype.element_ty)
+    tl.store(out + line[:, None] * D + dim[None, :], zeros, mask=empty[:, None] & (dim < D)[None, :])

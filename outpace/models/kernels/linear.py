@@ -1,0 +1,171 @@
+"""Products of few rows with large matrices, near the speed at which the matrices can be read.
+
+Several matrices that take the same rows are one launch, and none is copied. The matrix is the tall side of the matrix
+unit, which a few rows would leave empty. A row's bits depend on the number of rows only by `bucket`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.models.kernels.runtime import DTYPES, H200, Machine, constexpr, counters, jit, machine, power, tl
+
+MOST_ROWS, MOST_MATRICES = 128, 4
+
+
+@dataclass(frozen=True)
+class Config:
+    """Matrix rows and columns of a tile, programs along the columns, warps, and tiles on their way at a time."""
+
+    block_n: int
+    block_k: int
+    split_k: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    """`x @ w.T + b` for each of the matrices."""  # [rows, k], [n, k] each, [n] each -> [rows, n] each
+    return torch.ops.outpace.linears(x, weights, biases)
+
+
+@torch.library.custom_op(
+    "outpace::linears", mutates_args=(), schema="(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]"
+)
+def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    if x.shape[0] > MOST_ROWS:  # no longer few
+        return [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    return launch(x, weights, biases)
+
+
+@_linears.register_fake
+def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
+
+
+def bucket(t: int) -> int:
+    """Rows of a tile: rows of `x` filled up with zeros."""
+    return max(16, power(t))
+
+
+def choose(n: int, k: int, t: int, width: int = 2, gpu: Machine = H200) -> Config:
+    """The tiles for `n` rows of matrices in all, with `width` bytes an element."""
+    rows = bucket(t)
+    few = rows < 64  # then two programs share a multiprocessor; else the rows themselves fill its memory
+    block_n = 64 if few or gpu.shared < 2**17 else 128
+    block_k = 256 // width  # so many bytes lie together
+    programs = 2 * gpu.processors if few else gpu.processors
+    most = max(1, k // (4 * block_k))  # a split that ends before its pipeline is full gains nothing
+    split_k = max(1, min(8, most, programs // -(-n // block_n)))
+    room = gpu.shared // (2 if few else 1) // ((block_n + rows) * 256)
+    return Config(block_n, block_k, split_k, 4 if few else 8, max(2, min(5, room)))
+
+
+def launch(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], config: Config | None = None) -> list[Tensor]:
+    """The kernel, with tiles of the caller's choice."""
+    (rows, k), sizes = x.shape, [w.shape[0] for w in weights]
+    _check(x, weights, biases)
+    outs = [torch.empty(rows, n, dtype=x.dtype, device=x.device) for n in sizes]
+    if rows == 0 or sum(sizes) == 0:
+        return outs
+    c = config or choose(sum(sizes), k, rows, x.element_size(), machine(x.device))
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tiles, parts, arrived = sum(-(-n // c.block_n) for n in sizes), None, None
+    if c.split_k > 1:
+        parts = torch.empty(c.split_k, rows, tiles * c.block_n, dtype=torch.float32, device=x.device)
+        arrived = counters(x.device, tiles)
+    with torch.cuda.device_of(x):
+        _product[(tiles, c.split_k)](
+            x, tuple(weights), tuple(biases), tuple(outs), tuple(sizes), parts, arrived, rows, k, x.stride(0),
+            BT=bucket(rows), BN=c.block_n, BK=c.block_k, SPLIT=c.split_k, EVEN=k % c.block_k == 0,
+            num_warps=c.warps, num_stages=c.stages,
+        )  # fmt: skip
+    return outs
+
+
+def _check(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> None:
+    if not 1 <= len(weights) <= MOST_MATRICES or len(biases) != len(weights) or x.shape[0] > MOST_ROWS:
+        raise ValueError(f"takes {MOST_ROWS} rows and {MOST_MATRICES} matrices at most, and a bias or None for each")
+    for w, b in zip(weights, biases, strict=True):
+        if w.shape[1] != x.shape[1] or w.dtype != x.dtype or w.dtype not in DTYPES or not w.is_contiguous():
+            raise ValueError(f"a matrix of shape {tuple(w.shape)} in {w.dtype} does not fit, or is not contiguous")
+        if b is not None and (b.shape != w.shape[:1] or b.dtype != w.dtype or not b.is_contiguous()):
+            raise ValueError(f"a bias of shape {tuple(b.shape)} in {b.dtype} does not fit, or is not contiguous")
+
+
+@jit
+def _product(
+    x, weights, biases, outs, sizes, parts, arrived, rows, K, x0,
+    BT: constexpr, BN: constexpr, BK: constexpr, SPLIT: constexpr, EVEN: constexpr,
+):  # fmt: skip
+    """One tile of one of the matrices, times all rows, along its share of the columns.
+
+    Of the programs that share a tile, the last to arrive adds up what all have stored, in the order of the columns:
+    who that is changes no bit.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    out, n, first = _owner(tile, outs, sizes, BN)
+    w, _, _ = _owner(tile, weights, sizes, BN)
+    line, row, column = (tile - first) * BN + tl.arange(0, BN), tl.arange(0, BT), tl.arange(0, BK)
+    share = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
+    begin = split * share
+    # Lines beyond the end repeat the last one: a load without a mask is a plain copy to shared memory.
+    wide = w + tl.minimum(line, n - 1).to(tl.int64)[:, None] * K + (begin + column)[None, :]
+    tall = x + row[None, :] * x0 + (begin + column)[:, None]
+    real = (row < rows)[None, :]
+    acc = tl.zeros([BN, BT], tl.float32)
+    for at in range(begin, tl.minimum(begin + share, K), BK):
+        if EVEN:
+            a = tl.load(wide, eviction_policy="evict_first")
+            b = tl.load(tall, mask=real, other=0.0)
+        else:
+            left = at + column < K
+            a = tl.load(wide, mask=left[None, :], other=0.0, eviction_policy="evict_first")
+            b = tl.load(tall, mask=left[:, None] & real, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        wide += BK
+        tall += BK
+    place, inside = row[None, :] * n + line[:, None], real & (line < n)[:, None]
+    if SPLIT == 1:
+        acc = _biased(acc, tile, biases, sizes, BN)
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
+    else:
+        whole = tl.num_programs(0) * BN
+        part = parts + row[None, :] * whole + (tile * BN + tl.arange(0, BN))[:, None]
+        tl.store(part + split * rows * whole, acc, mask=real)
+        tl.debug_barrier()  # the whole program has stored before one of its threads says so
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            tl.store(arrived + tile, 0)  # for the next launch
+            full = tl.zeros([BN, BT], tl.float32)
+            for i in tl.static_range(SPLIT):  # .cg: other multiprocessors wrote them
+                full += tl.load(part + i * rows * whole, mask=real, other=0.0, cache_modifier=".cg")
+            full = _biased(full, tile, biases, sizes, BN)
+            tl.store(out + place, full.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _owner(tile, given, sizes, BN: constexpr):
+    """Of `given`, one for each matrix, the one whose tile this is; its size, and its first tile."""
+    found, n, first = given[0], sizes[0], tile * 0
+    edge = tl.cdiv(sizes[0], BN)
+    for i in tl.static_range(1, len(sizes)):
+        found = tl.where(tile >= edge, given[i], found)
+        n = tl.where(tile >= edge, sizes[i], n)
+        first = tl.where(tile >= edge, edge, first)
+        edge += tl.cdiv(sizes[i], BN)
+    return found, n, first
+
+
+@jit
+def _biased(acc, tile, biases, sizes, BN: constexpr):
+    """The tile with its matrix's bias, if it has one."""  # [BN, BT]
+    line = tile * BN + tl.arange(0, BN)
+    for i in tl.static_range(len(sizes)):
+        if biases[i] is not None:  # read by the tiles of this matrix alone
+            acc += tl.load(biases[i] + line, mask=(line >= 0) & (line < sizes[i]), other=0.0).to(tl.float32)[:, None]
+        line -= tl.cdiv(sizes[i], BN) * BN
+    return acc

@@ -1,0 +1,380 @@
+"""The Triton kernels against plain arithmetic in float64: interpreted on a CPU (see conftest), compiled on a GPU."""
+
+from __future__ import annotations
+
+import math
+import random
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from outpace import noise
+from outpace.models.kernels import attention, choice, linear, runtime
+from outpace.models.kernels.attention import Config, Rule, Seen
+from outpace.sample import Sampler, Sampling
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
+SPLITS = [None, 1, 5] if DEVICE == "cuda" else [None, 5]  # the usual for a GPU is many, and 1 or 2 here
+ERROR = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+# Attention.
+
+
+def words_of(parents: list[int], count: int) -> list[list[int]]:
+    """Ancestors and self of each node, as signed 64-bit words."""
+    paths: list[int] = []
+    for i, parent in enumerate(parents):
+        paths.append(1 << i | (paths[parent] if parent >= 0 else 0))
+    split = [[path >> 64 * w & 2**64 - 1 for w in range(count)] for path in paths]
+    return [[word - 2**64 if word >> 63 else word for word in row] for row in split]
+
+
+def scene(
+    jobs: list[tuple[int, int, int]], heads: tuple[int, int, int], words: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Seen]:
+    """Jobs of (pending tokens, tree nodes, committed entries): each a chain, and a random tree below it."""
+    rng, (of, kv, dim) = random.Random(0), heads
+    torch.manual_seed(0)
+    room = 64 * words + 8  # after each prefix
+    starts = [sum(prefix + room for *_, prefix in jobs[:i]) for i in range(len(jobs))]
+    table, bits, positions = [], [], []
+    pool = torch.full((sum(prefix + room for *_, prefix in jobs), 3, kv, dim), math.nan)  # what nobody wrote
+    for base, (fed, nodes, prefix) in zip(starts, jobs, strict=True):
+        parents = [i - 1 if i < fed else rng.randrange(max(fed - 1, 0), i) if i else -1 for i in range(fed + nodes)]
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        table.append([len(bits), fed + nodes, base, prefix])
+        bits += words_of(parents, words)
+        positions += [prefix + depth for depth in depths]
+        pool[base : base + prefix + fed + nodes] = torch.randn(prefix + fed + nodes, 3, kv, dim)
+    bits += [[-1] * words] * 2  # two tokens of no job
+    positions += [0, 0]
+    seen = Seen(*(torch.tensor(part, device=DEVICE) for part in (table, bits, positions)))
+    q = torch.randn(len(bits), of, dim).to(DEVICE, dtype)
+    pool = pool.to(DEVICE, dtype)
+    return q, pool[:, 0], pool[:, 2], seen
+
+
+def dense(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, rule: Rule) -> Tensor:
+    """The same, query by query."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    q, keys, values = q.double().cpu(), keys.double().cpu(), values.double().cpu()
+    group = q.shape[1] // keys.shape[1]
+    for token0, count, base, prefix in seen.jobs.tolist():
+        for t in range(token0, token0 + count):
+            position = int(seen.positions[t])
+            first = max(0, position - rule.window + 1) if rule.window else 0
+            index = [base + i for i in range(first, prefix)]
+            for w, word in enumerate(seen.bits[t].tolist()):
+                index += [base + prefix + 64 * w + j for j in range(64) if word >> j & 1]
+            for head in range(q.shape[1]):
+                logits = keys[index, head // group] @ q[t, head] * rule.scale
+                if rule.softcap:
+                    logits = torch.tanh(logits / rule.softcap) * rule.softcap
+                sink = [] if rule.sinks is None else [rule.sinks[head].double().cpu()[None]]
+                weights = torch.cat([logits, *sink]).softmax(0)[: len(index)]
+                out[t, head] = weights @ values[index, head // group]
+    return out
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain step": {"jobs": [(1, 0, 70)]},
+    "chain and tree": {"jobs": [(3, 9, 100)]},
+    "no prefix": {"jobs": [(5, 4, 0)]},
+    "ragged, empty slots": {"jobs": [(1, 6, 130), (0, 0, 9), (2, 0, 17), (0, 0, 0), (1, 9, 64)]},
+    "two words": {"jobs": [(30, 38, 20), (1, 3, 5)], "words": 2, "heads": (2, 1, 16)},
+    "top bit": {"jobs": [(64, 0, 3)], "heads": (1, 1, 16)},
+    "window": {"jobs": [(2, 7, 150), (1, 3, 10)], "window": 40},
+    "soft-cap and sinks": {"jobs": [(1, 7, 50)], "softcap": 5.0, "sinks": True},
+    "window and sinks": {"jobs": [(1, 4, 90)], "window": 16, "sinks": True},
+    "no groups": {"jobs": [(1, 5, 40)], "heads": (2, 2, 64)},
+    "wide groups": {"jobs": [(1, 5, 40)], "heads": (7, 1, 16)},
+    "80 dimensions": {"jobs": [(1, 5, 40)], "heads": (2, 1, 80)},
+    "128 dimensions": {"jobs": [(1, 5, 40)], "heads": (2, 1, 128)},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name: str, splits: int | None, dtype: torch.dtype) -> None:
+    case = {"heads": (4, 2, 16), "words": 1, "window": 0, "softcap": 0.0, "sinks": False, **CASES[name]}
+    q, keys, values, seen = scene(case["jobs"], case["heads"], case["words"], dtype)
+    sinks = torch.randn(q.shape[1]).to(DEVICE, dtype) if case["sinks"] else None
+    rule = Rule(q.shape[2] ** -0.5, case["window"], case["softcap"], sinks)
+    config = None if splits is None else Config(16, 16 * min(splits, 2), splits)
+    found = attention.launch(q, keys, values, seen, rule, config)
+    torch.testing.assert_close(found.double().cpu(), dense(q, keys, values, seen, rule), atol=ERROR[dtype], rtol=0)
+    assert not found[-2:].any()
+
+
+def test_attention_keeps_what_is_not_a_number() -> None:
+    q, keys, values, seen = scene([(1, 2, 40), (1, 2, 40)], (2, 1, 16), 1, torch.float32)
+    keys[5] = math.nan
+    found = attention.attend(q, keys, values, seen, Rule(0.25))
+    assert found[:3].isnan().all() and found[3:].isfinite().all()
+
+
+def test_attention_of_a_token_that_sees_nothing() -> None:
+    q, keys, values, seen = scene([(2, 0, 0)], (2, 1, 16), 1, torch.float32)
+    seen.bits[1] = 0
+    assert not attention.attend(q, keys, values, seen, Rule(0.25))[1].any()
+    with pytest.raises(ValueError):
+        attention.attend(q.double(), keys.double(), values.double(), seen, Rule(0.25))
+
+
+def test_attention_plans_follow_shapes() -> None:
+    q, pool = torch.empty(64, 32, 128, dtype=torch.bfloat16), torch.empty(2**12, 8, 128, dtype=torch.bfloat16)
+    assert attention.plan(q, pool, 1).block_m == 64 and attention.plan(q[:1], pool, 1).block_m == 16
+    assert attention.plan(q, pool[:20], 1).splits == 1
+    assert attention.plan(q, pool.expand(4, -1, -1, -1).flatten(0, 1), 1).block_m == 128  # long texts, read less often
+    assert attention.plan(q[:1], pool, 2) == attention.plan(q[:1], pool, 1)  # one of two jobs may be empty
+
+
+def test_attention_leaves_its_counters_as_they_were() -> None:
+    scenes = [([(1, 2, 50)], (4, 2, 16)), ([(9, 20, 33), (1, 0, 90)], (4, 1, 16)), ([(1, 0, 3)], (2, 2, 80))]
+    cuts = [Config(16, 16, 2), Config(128, 32, 9), Config(32, 16, 3), Config(16, 64, 17), Config(64, 16, 1)]
+    for (jobs, heads), cut in zip(scenes + scenes[:2], cuts, strict=True):  # one after the other, in one workspace
+        q, keys, values, seen = scene(jobs, heads, 1, torch.float32)
+        found = attention.launch(q, keys, values, seen, Rule(0.25), cut)
+        torch.testing.assert_close(found.double().cpu(), dense(q, keys, values, seen, Rule(0.25)), atol=2e-5, rtol=0)
+        assert torch.equal(found, attention.launch(q, keys, values, seen, Rule(0.25), cut))
+        assert not runtime.counters(q.device, 1).any()
+
+
+def test_attention_of_no_job_is_zero_wherever_its_tokens_are() -> None:
+    for splits in (1, 3):
+        q, keys, values, seen = scene([(2, 3, 20), (9, 0, 7), (1, 2, 40)], (4, 1, 16), 1, torch.float32)
+        seen.jobs[1] = 0  # its nine tokens are between those of others, and one job less needs all tiles
+        found = attention.launch(q, keys, values, seen, Rule(0.25), Config(16, 16, splits))
+        torch.testing.assert_close(found.double().cpu(), dense(q, keys, values, seen, Rule(0.25)), atol=2e-5, rtol=0)
+        assert not found[5:14].any() and found[:5].any() and found[14:17].any()
+        one = Seen(seen.jobs[:1], *seen[1:])
+        assert not attention.launch(q, keys, values, one, Rule(0.25), Config(16, 16, splits))[5:].any()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter has an order")
+def test_who_arrives_last_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    args, (x, weights) = (
+        scene([(1, 6, 150), (2, 0, 30)], (4, 2, 16), 1, torch.float32),
+        rows_of(3, 96, [40, 7], torch.float32),
+    )
+
+    def run() -> list[Tensor]:
+        mixed = attention.launch(*args, Rule(0.25), Config(16, 16, 5))
+        return [mixed, *linear.launch(x, weights, [x[0, :40], None], linear.Config(16, 16, 4))]
+
+    want, place = run(), type(builder).set_grid_idx
+
+    def backwards(self: Any, *at: int) -> None:
+        place(self, *(n - 1 - i for i, n in zip(at, self.grid_dim, strict=True)))
+
+    monkeypatch.setattr(type(builder), "set_grid_idx", backwards)
+    assert all(torch.equal(a, b) for a, b in zip(run(), want, strict=True))
+    assert not runtime.counters(x.device, 1).any()
+
+
+# Linear.
+
+
+def rows_of(t: int, k: int, sizes: list[int], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(t)
+    x = torch.randn(t, k).to(DEVICE, dtype)
+    return x, [(torch.randn(n, k) * k**-0.5).to(DEVICE, dtype) for n in sizes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("config", [None, linear.Config(16, 32), linear.Config(32, 16, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("t", "k", "sizes"),
+    [(1, 64, [48]), (3, 40, [33, 7]), (8, 96, [64, 16, 16]), (17, 70, [1, 50, 3, 20]), (64, 33, [40])],
+)
+def test_linears(t: int, k: int, sizes: list[int], config: linear.Config | None, dtype: torch.dtype) -> None:
+    x, weights = rows_of(t, k, sizes, dtype)
+    biases = [torch.randn(n).to(x) if i % 2 == 0 else None for i, n in enumerate(sizes)]
+    found = linear.launch(x, weights, biases, config)
+    for out, w, b in zip(found, weights, biases, strict=True):
+        want = x.double() @ w.double().T + (0 if b is None else b.double())
+        torch.testing.assert_close(out.double(), want, atol=ERROR[dtype], rtol=ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_row_does_not_depend_on_the_others(split: int, dtype: torch.dtype) -> None:
+    x, weights = rows_of(16, 96, [40, 24], dtype)
+    config = linear.Config(16, 32, split)
+    whole = linear.launch(x, weights, [None, None], config)
+    for t in (1, 3, 8, 15):
+        part = linear.launch(x[:t], weights, [None, None], config)
+        assert all(torch.equal(a, b[:t]) for a, b in zip(part, whole, strict=True))
+    strided = torch.cat([x, x], 1)[:, :96]
+    assert torch.equal(linear.linears(strided, weights, [None, None])[0], linear.linears(x, weights, [None, None])[0])
+
+
+def test_linears_leave_their_counters_as_they_were() -> None:
+    first = runtime.counters(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE), 1)
+    for _ in range(2):  # shapes and splits one after the other, in one workspace
+        for t, k, sizes, split in (
+            (1, 96, [50, 20], 3),
+            (20, 40, [33], 2),
+            (3, 200, [70], 8),
+            (1, 64, [9], 4),
+            (3, 33, [8], 5),
+        ):
+            x, weights = rows_of(t, k, sizes, torch.float32)
+            biases = [w[:, 0].contiguous() for w in weights]
+            found = linear.launch(x, weights, biases, linear.Config(16, 16, split))
+            for out, w, b in zip(found, weights, biases, strict=True):
+                torch.testing.assert_close(out, x @ w.T + b, atol=2e-5, rtol=2e-5)
+            again = linear.launch(x, weights, biases, linear.Config(16, 16, split))
+            assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+            assert runtime.counters(x.device, 1) is first and not first.any()
+
+
+def test_counters_grow_and_the_old_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_COUNTERS", {})
+    device = torch.device(DEVICE)
+    few, many = runtime.counters(device, 5), runtime.counters(device, 2**15 + 1)
+    assert len(few) < len(many) and not few.any() and not many.any()
+    assert runtime.counters(device, 5) is many and runtime._COUNTERS[device][0] is few  # a graph may hold it
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)])
+def test_the_tiles_depend_on_the_rows_by_their_bucket(n: int, k: int) -> None:
+    assert len({linear.choose(n, k, t) for t in range(1, 17)}) == 1
+    assert len({linear.choose(n, k, t) for t in range(33, 65)}) == 1
+    for t in (1, 17, 64, 128):
+        c = linear.choose(n, k, t)
+        assert c.stages >= 2 and c.stages * (c.block_n + linear.bucket(t)) * c.block_k * 2 < 227 * 2**10
+
+
+def test_linears_refuse_what_does_not_fit() -> None:
+    x, (w,) = rows_of(4, 32, [16], torch.float32)
+    for given_ in ([w.double()], [w[:, :8]], [w.T], [w] * 5, []):
+        with pytest.raises(ValueError):
+            linear.linears(x, given_, [None] * len(given_))
+    with pytest.raises(ValueError):
+        linear.linears(x, [w], [torch.zeros(3).to(x)])
+
+
+def test_many_rows_go_to_the_library() -> None:
+    x, (w,) = rows_of(linear.MOST_ROWS + 1, 32, [16], torch.float32)
+    torch.testing.assert_close(linear.linears(x, [w], [None]), [x @ w.T])
+
+
+# Choice.
+
+
+def words_at(seed: int, positions: list[int]) -> Tensor:
+    return torch.tensor([noise.keys(seed, position, 0) for position in positions], device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *DTYPES[1:]], ids=str)
+@pytest.mark.parametrize("vocab", [5, 300])
+def test_choice_is_the_samplers(vocab: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(vocab)
+    temperatures = [0.0, 0.3, 0.7, 1.7, 100.0]
+    logits = (torch.randn(len(temperatures), vocab) * 3).to(DEVICE, dtype)
+    logits[:, 1] = -torch.inf
+    heat = torch.tensor(temperatures, device=DEVICE, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    for seed in (0, 2**40 + 7):
+        positions = [seed % 11 + i for i in range(len(temperatures))]
+        tokens, best, prob = choice.launch(logits, words_at(seed, positions), heat, block=64)
+        samplers = [Sampler(Sampling(temperature=t, seed=seed)) for t in temperatures]
+        want = [s.choose(row, [0] * p) for s, row, p in zip(samplers, logits, positions, strict=True)]
+        assert tokens.tolist() == want
+        assert torch.equal(best, logits.max(1).values.float())
+        laws = [s.shape(row, [0]).double().softmax(0) for s, row in zip(samplers, logits, strict=True)]
+        held = torch.stack([law[token] for law, token in zip(laws, want, strict=True)])
+        torch.testing.assert_close(prob.double(), held, atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(1, 90))
+def test_the_noise_is_that_of_the_library(seed: int, position: int, vocab: int) -> None:
+    logits = torch.zeros(1, vocab, device=DEVICE)  # the noise alone chooses
+    tokens, *_ = choice.launch(logits, words_at(seed, [position]), torch.ones(1, device=DEVICE), block=32)
+    assert int(tokens) == int(noise.gumbel(torch.arange(vocab), seed, position).argmax())
+
+
+def test_choice_takes_the_first_of_equals_and_tells_what_is_not_finite() -> None:
+    logits = torch.zeros(5, 100, device=DEVICE)
+    logits[0, 70] = logits[0, 40] = 1
+    logits[1, 3] = math.nan
+    logits[2, 99] = math.inf
+    logits[3] = -math.inf
+    words, heat = words_at(0, [0] * 5), torch.tensor([0, 1, 0, 1, 0.0], device=DEVICE)
+    tokens, best, _ = choice.launch(logits, words, heat, block=32)
+    assert tokens[0] == 40 and best[0] == 1 and tokens[4] == 0 and best[4] == 0
+    assert not best[1:4].isfinite().any()
+    assert (tokens >= 0).all() and (tokens < 100).all()
+
+
+def test_operators_are_well_formed() -> None:
+    q, keys, values, seen = scene([(1, 2, 20)], (2, 1, 16), 1, torch.float32)
+    x, weights = rows_of(3, 32, [16, 8], torch.float32)
+    cases: dict[Any, tuple[Any, ...]] = {
+        torch.ops.outpace.attend: (q, keys.nan_to_num(), values.nan_to_num(), list(seen), None, [0.25, 0.0, 0.0]),
+        torch.ops.outpace.linears: (x, weights, [None, None]),
+        torch.ops.outpace.choose: (x, words_at(0, [0, 1, 2]), torch.ones(3, device=DEVICE)),
+    }
+    for op, args in cases.items():
+        torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_operators_compile_into_one_graph() -> None:
+    q, keys, values, seen = scene([(1, 2, 20)], (2, 1, 16), 1, torch.float32)
+    _, weights = rows_of(3, 32, [40], torch.float32)
+
+    def step(words: Tensor, heat: Tensor) -> Tensor:
+        mixed = attention.attend(q, keys, values, seen, Rule(0.25)).flatten(1)
+        (logits,) = linear.linears(mixed, weights, [None])
+        return choice.choose(logits, words, heat)[0]
+
+    args = words_at(0, list(range(5))), torch.ones(5, device=DEVICE)
+    assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(*args), step(*args))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_operators_are_captured() -> None:
+    q, keys, values, seen = scene([(1, 6, 300)], (8, 2, 64), 1, torch.float32)
+    x, weights = rows_of(8, 512, [96, 32], torch.float32)
+    args = torch.randn(8, 5000, device=DEVICE), words_at(0, list(range(8))), torch.ones(8, device=DEVICE)
+
+    def step() -> list[Tensor]:
+        mixed = attention.attend(q, keys, values, seen, Rule(0.125))
+        return [mixed, *linear.linears(x, weights, [None, None]), *choice.choose(*args)]
+
+    want, graph = step(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_benchmark_reads_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "kernels.py"
+    module = SimpleNamespace(**runpy.run_path(str(path)))
+    options = module.parse(["--quick", "--seconds", "5", "--only", "linear"])
+    assert (options.quick, options.seconds, options.only) == (True, 5, "linear")
+    with pytest.raises(SystemExit):
+        module.parse(["--nonsense"])
+    for sizes, k in module.SHAPES.values():
+        for bucket in module.BUCKETS:
+            quick, full = (module.grid(sum(sizes), k, bucket, quick) for quick in (True, False))
+            assert quick == full[: module.QUICK] and len(set(full)) == len(full) < 200
+    if DEVICE == "cpu":
+        assert module.main(["--quick"]) == 1 and "GPU" in capsys.readouterr().out
