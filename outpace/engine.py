@@ -1,6 +1,6 @@
 """Engine: the loop. Guess a tree, let the target choose at every node in one pass, keep what it chose.
 
-    tree = drafter.propose(seq, policy.budget(seq))
+    tree = policy.prune(drafter.propose(seq, policy.budget(seq)))
     scores = target.score(tree)
     step = verifier.verify(seq, tree, scores)
     target.keep(step.kept)
@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from outpace.errors import CacheFull, RequestFailed, UsageError
 from outpace.models.base import LM, Scores
+from outpace.models.memory import Memory
 from outpace.sequence import Sequence, Step
 from outpace.stats import timed
 from outpace.tree import ROOT, Budget, Tree
@@ -32,6 +34,15 @@ class Event:
     scores: Scores | None = None  # of the nodes of the step's tree
     seconds: dict[str, float] = field(default_factory=dict)  # of the whole pass: prefill, draft, score, verify, keep
     rows: int = 1  # requests that shared the pass
+
+
+class Flight(NamedTuple):
+    """A pass on its way."""
+
+    trees: dict[int, Tree]
+    scores: dict[int, Scores]
+    events: list[Event]  # of requests that left before it
+    seconds: dict[str, float]
 
 
 class Engine:
@@ -57,9 +68,16 @@ class Engine:
 
     def run(self) -> Generator[Event]:
         """Step until every request has ended; stopping early gives all rows back."""
+        events: list[Event] = []
         try:
             while self.waiting or self.running:
-                yield from self.step()
+                flight = self._begin()
+                if self.target.asynchronous:  # what is done with the last pass is done while the next one runs
+                    yield from events
+                    events = self._end(flight)
+                else:
+                    yield from self._end(flight)
+            yield from events
         finally:
             for seq in [*self.waiting, *self.running]:
                 self.cancel(seq)
@@ -75,6 +93,10 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One pass over every running request."""
+        return self._end(self._begin())
+
+    def _begin(self) -> Flight:
+        """Guess, and send the pass off."""
         seconds: dict[str, float] = {}
         with timed(seconds, "prefill"):
             events = self._admit()
@@ -82,15 +104,21 @@ class Engine:
             trees = self._draft()
         with timed(seconds, "score"):
             scores, failed = self._score(trees)
+        return Flight(trees, scores, [*events, *(Event(seq) for seq in failed)], seconds)
+
+    def _end(self, flight: Flight) -> list[Event]:
+        """Wait for the pass, and commit what it says to the requests that still run."""
+        trees, scores, events, seconds = flight.trees, flight.scores, flight.events, flight.seconds
+        with timed(seconds, "score"):
             _finish(scores)
         with timed(seconds, "verify"):
             steps = {seq.id: self._verify(seq, trees[seq.id], scores[seq.id]) for seq in self.running}
         with timed(seconds, "keep"):
             kept = [(seq, step) for seq in self.running if (step := steps[seq.id]) is not None]
             self.target.keep([step.kept for _, step in kept], [_row(seq) for seq, _ in kept])
+        with timed(seconds, "draft"):  # to learn from a pass is a part of the price of guessing
             for seq, step in kept:
                 self._observe(seq, step, scores[seq.id])
-        events += [Event(seq) for seq in failed]
         rows = len(self.running)
         for seq in list(self.running):
             for name, spent in seconds.items():
@@ -105,6 +133,11 @@ class Engine:
         failed = []
         while self.waiting and len(self.running) < self.max_rows and not (self.full and self.running):
             seq = self.waiting.popleft()
+            memory = self.target.memory(len(seq.tokens) + seq.room)
+            if memory is not None and not memory.fits:
+                seq.fail(f"the request does not fit into memory: {memory}; {_advice(memory, len(seq.tokens))}")
+                failed.append(Event(seq))
+                continue
             self.running.append(seq)
             try:
                 seq.row = self.target.acquire(seq.tokens[:-1], _taps(seq))
@@ -117,21 +150,31 @@ class Engine:
     def _draft(self) -> dict[int, Tree]:
         """A tree for each running sequence; rows that share a drafter are drafted together."""
         trees = {seq.id: Tree([seq.tokens[-1]]) for seq in self.running}
-        groups: dict[int, list[tuple[Sequence, Budget]]] = {}
+        budgets: dict[int, Budget] = {}
+        groups: dict[int, list[Sequence]] = {}
         for seq in self.running:
             room = min(seq.room - 1, self.target.context - len(seq.tokens))
-            budget = seq.policy.budget(seq).within(room, self.target.trees)
+            budget = budgets[seq.id] = seq.policy.budget(seq).within(room, self.target.trees)
             if budget.depth and budget.nodes:
-                groups.setdefault(id(seq.drafter), []).append((seq, budget))
+                groups.setdefault(id(seq.drafter), []).append(seq)
         for group in groups.values():
-            drafter = group[0][0].drafter
             try:
-                drafted = drafter.propose_batch([seq for seq, _ in group], [budget for _, budget in group])
+                drafted = group[0].drafter.propose_batch(group, [budgets[seq.id] for seq in group])
             except (RequestFailed, torch.OutOfMemoryError):
                 continue  # a draft that cannot be made costs speed, never the answer
-            for (seq, budget), tree in zip(group, drafted, strict=True):
-                trees[seq.id] = tree.trim(budget)
+            trees |= {seq.id: tree for seq, tree in zip(group, drafted, strict=True)}
+        self._prune(trees, budgets)
         return {seq.id: seq.verifier.prepare(seq, trees[seq.id]) for seq in self.running}
+
+    def _prune(self, trees: dict[int, Tree], budgets: dict[int, Budget]) -> None:
+        """Leave of each tree what its policy has verified; a policy sees all of its rows at once."""
+        groups: dict[int, list[Sequence]] = {}
+        for seq in self.running:
+            groups.setdefault(id(seq.policy), []).append(seq)
+        for group in groups.values():
+            given = [trees[seq.id] for seq in group], [budgets[seq.id] for seq in group]
+            kept = group[0].policy.prune(group, *given, len(self.running))
+            trees |= {seq.id: tree for seq, tree in zip(group, kept, strict=True)}
 
     def _score(self, trees: dict[int, Tree]) -> tuple[dict[int, Scores], list[Sequence]]:
         """Scores by sequence. When memory runs out the guesses go first, then a request has to wait, or to fail."""
@@ -139,7 +182,8 @@ class Engine:
         bare = False
         while self.running:
             try:
-                found = self.target.score([trees[s.id] for s in self.running], [_row(s) for s in self.running])
+                rows, picks = [_row(seq) for seq in self.running], [seq.verifier.pick(seq) for seq in self.running]
+                found = self.target.score([trees[seq.id] for seq in self.running], rows, picks=picks)
                 return {seq.id: scores for seq, scores in zip(self.running, found, strict=True)}, failed
             except (CacheFull, torch.OutOfMemoryError) as error:
                 if bare:
@@ -204,6 +248,11 @@ def _finish(scores: dict[int, Scores]) -> None:
     """Wait for the device, so that the time of a pass is not counted as that of whoever reads its result first."""
     if any(found.logits.is_cuda for found in scores.values()):
         torch.cuda.synchronize()
+
+
+def _advice(memory: Memory, prompt: int) -> str:
+    most = memory.available // memory.token - prompt
+    return f"lower max_tokens to {most}" if most > 0 else f"the prompt alone has {prompt} tokens"
 
 
 def _taps(seq: Sequence) -> tuple[int, ...]:

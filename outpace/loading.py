@@ -18,12 +18,16 @@ def load(
     device: str | torch.device | None = None,
     cache_limit: int | None = None,
     exact: bool = False,
+    eager: bool | None = None,
+    quantize: str | None = None,
 ) -> Model:
     """A model by shelf name, folder or hub id; no code of a checkpoint is ever run.
 
     `dtype` defaults to float32 on a CPU, where smaller ones are slower, and to the checkpoint's own elsewhere;
     `cache_limit` bounds the key-value cache, in bytes; `exact` makes all passes of one shape, so that results are
-    bit-identical in every dtype, with or without speculation, in any batch (docs/exactness.md).
+    bit-identical in every dtype, with or without speculation, in any batch (docs/exactness.md). `eager` runs the layers
+    as they are; by default those of a model that is large enough are compiled (docs/speed.md). `quantize="int8"` keeps
+    the weights of linear layers as int8: less to read, and another model, slightly.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,7 +49,18 @@ def load(
         raise OutpaceError(
             f"cannot load {str(name)!r}: it is no shelf name ({known}), and as a folder or hub id: {error}"
         ) from error
-    return wrap(model.to(device), tokenizer, name=Path(name).name, cache_limit=cache_limit, exact=exact)
+    if quantize is not None:
+        model = _quantized(model, quantize)
+    model, name = model.to(device), Path(name).name
+    return wrap(model, tokenizer, name=name, cache_limit=cache_limit, exact=exact, eager=eager)
+
+
+def _quantized(model: Any, kind: str) -> Any:
+    from outpace.models.int8 import quantize
+
+    if kind != "int8":
+        raise UsageError(f"quantize={kind!r} is not known; int8 is")
+    return quantize(model)
 
 
 def wrap(
@@ -55,11 +70,12 @@ def wrap(
     name: str | None = None,
     cache_limit: int | None = None,
     exact: bool = False,
+    eager: bool | None = None,
 ) -> Model:
     """A Transformers model that is already in memory; it is not changed."""
     from outpace.models.hf import adapt
 
-    lm = adapt(model, cache_limit, exact)
+    lm = adapt(model, cache_limit, exact, eager)
     return Model(lm, tokenizer, _stop_tokens(model, tokenizer), name or type(model).__name__)
 
 

@@ -26,9 +26,22 @@ def keys(seed: int, *counters: int) -> tuple[int, int]:
     """Two words that depend on all of `seed` (64 bits) and of each counter."""
     a, b = 0x9E3779B9, 0x7F4A7C15
     for word in (seed & WORD, (seed >> 32) & WORD, *counters):
-        a = mix((a ^ (word & WORD)) + 0x9E3779B9 & WORD)
-        b = mix((b + a & WORD) ^ 0x5BD1E995)
+        a, b = _absorb(a, b, word)
     return a, b
+
+
+def _absorb(a: Words, b: Words, word: Words) -> tuple[Words, Words]:
+    a = mix((a ^ (word & WORD)) + 0x9E3779B9 & WORD)
+    return a, mix((b + a & WORD) ^ 0x5BD1E995)
+
+
+def words(seed: int, positions: Tensor, salt: int = 0) -> Tensor:
+    """`keys` of many positions at once."""  # int64 [n] -> [n, 2]
+    a, b = keys(seed)
+    rows = torch.full_like(positions, a), torch.full_like(positions, b)
+    for word in (positions, torch.full_like(positions, salt)):
+        rows = _absorb(*rows, word)
+    return torch.stack(rows, dim=-1)
 
 
 def uniform(seed: int, *counters: int) -> float:

@@ -62,6 +62,15 @@ class Sampling:
             raise UsageError("logit_bias must be finite, or -inf to exclude a token")
 
 
+@dataclass(frozen=True)
+class Pick:
+    """A choice that needs no prefix: a model can make it at every node of a tree at once, where its logits are."""
+
+    seed: int
+    temperature: float  # 0 is greedy
+    filters: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+
 class Sampler:
     """One request's choices: processors, then temperature and the filters, then noise."""
 
@@ -79,6 +88,13 @@ class Sampler:
     def plain(self) -> bool:
         """True when the choice is the largest raw logit, so that all nodes can be chosen at once."""
         return self.greedy and not self.processors
+
+    @property
+    def pick(self) -> Pick | None:
+        """The choice, if it is the same whatever the prefix was."""
+        if self.processors:
+            return None
+        return Pick(self.seed, self.sampling.temperature, () if self.greedy else tuple(self.filters))
 
     def shape(self, logits: Tensor, prefix: list[int]) -> Tensor:
         """Logits of the law of the token that follows `prefix`; -inf where it cannot be."""  # [vocab] -> [vocab]
@@ -122,17 +138,17 @@ class Sampler:
         return uniform(self.seed, *counters)
 
 
-# Filters, in Transformers' order and with its rules, on the logits of one position.
+# Filters, in Transformers' order and with its rules, on the logits of one position or of many.
 
 
 def _filters(s: Sampling) -> list[Callable[[Tensor], Tensor]]:
     filters: list[Callable[[Tensor], Tensor]] = []
     if s.top_k:
-        filters.append(lambda x: _drop(x, x < torch.topk(x, min(s.top_k, x.numel())).values[-1]))
+        filters.append(lambda x: _drop(x, x < torch.topk(x, min(s.top_k, x.shape[-1])).values[..., -1:]))
     if s.top_p < 1:
         filters.append(lambda x: _top_p(x, s.top_p))
     if s.min_p > 0:
-        filters.append(lambda x: _drop(x, x.softmax(-1) < s.min_p * x.softmax(-1).max()))
+        filters.append(lambda x: _drop(x, x.softmax(-1) < s.min_p * x.softmax(-1).amax(-1, keepdim=True)))
     if s.typical_p < 1:
         filters.append(lambda x: _typical_p(x, s.typical_p))
     return filters
@@ -146,15 +162,16 @@ def _top_p(logits: Tensor, mass: float) -> Tensor:
     """Keep the smallest set of likely tokens that holds `mass`."""
     ordered, index = torch.sort(logits)
     out = ordered.softmax(-1).cumsum(-1) <= 1 - mass
-    out[-1] = False
-    return _drop(logits, torch.zeros_like(out).scatter(0, index, out))
+    out[..., -1] = False
+    return _drop(logits, torch.zeros_like(out).scatter(-1, index, out))
 
 
 def _typical_p(logits: Tensor, mass: float) -> Tensor:
     """Keep the tokens whose surprise is nearest to the entropy, up to `mass`."""
     logp = logits.log_softmax(-1)
     probs = logp.exp()
-    distance = (-logp - torch.special.entr(probs).sum()).abs()
+    distance = (-logp - torch.special.entr(probs).sum(-1, keepdim=True)).abs()
     ordered, index = torch.sort(distance)
-    last = int((probs[index].cumsum(-1) < mass).sum().clamp(max=probs.numel() - 1))
-    return _drop(logits, distance > ordered[last])
+    held = probs.gather(-1, index).cumsum(-1)
+    last = (held < mass).sum(-1, keepdim=True).clamp(max=probs.shape[-1] - 1)
+    return _drop(logits, distance > ordered.gather(-1, last))

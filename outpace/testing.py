@@ -11,7 +11,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor, nn
 
-from outpace.models.base import CachelessLM, Job, Output
+from outpace.models.base import Job, Output
+from outpace.models.cacheless import CachelessLM
 
 VOCAB = 64
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import RequestFailed, UsageError
+from outpace.sample import Pick
 from outpace.sequence import Sequence, Step
 from outpace.tree import ROOT, Tree
 
@@ -37,6 +38,10 @@ class Verifier:
         """The tree to score: the drafted one, with whatever this rule needs to see."""
         return tree
 
+    def pick(self, seq: Sequence) -> Pick | None:
+        """A choice that the model may make itself at every node; None when this rule wants to see the logits."""
+        return None
+
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
         """Commit tokens to `seq` and say which nodes they were."""
         raise NotImplementedError
@@ -46,10 +51,16 @@ class Verifier:
 class Match(Verifier):
     """The target makes its own choice at a node; descend while the choice is in the tree."""
 
+    def pick(self, seq: Sequence) -> Pick | None:
+        return seq.sampler.pick
+
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
         logits = scores.logits  # [nodes, vocab]
+        if scores.chosen is not None:
+            return _descend(seq, tree, logits, _made(seq, scores.chosen.tokens, scores.chosen.best))
         if seq.sampler.plain:
-            return _descend(seq, tree, logits, _all_at_once(seq, logits))
+            best = logits.max(-1)
+            return _descend(seq, tree, logits, _made(seq, best.indices.tolist(), best.values.tolist()))
         return _descend(seq, tree, logits, lambda node: seq.sampler.choose(logits[node], seq.tokens))
 
 
@@ -79,9 +90,8 @@ def _warm_law(seq: Sequence, logits: Tensor) -> Tensor:
     return shaped.double().softmax(-1)
 
 
-def _all_at_once(seq: Sequence, logits: Tensor) -> Callable[[int], int]:
-    best = logits.max(-1)
-    tokens, values = best.indices.tolist(), best.values.tolist()
+def _made(seq: Sequence, tokens: list[int], values: list[float]) -> Callable[[int], int]:
+    """Choices that were made at all nodes at once."""
 
     def choose(node: int) -> int:
         if not abs(values[node]) < float("inf"):  # false for NaN too

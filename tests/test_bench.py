@@ -443,7 +443,7 @@ def test_the_terminal_table_never_cuts_a_number(width: int) -> None:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """The command on a toy model and two prompts, with what else is given."""
-    monkeypatch.setattr(command, "load_model", lambda name, dtype, device, exact=False: toy_model())
+    monkeypatch.setattr(command, "load_model", lambda name, how: toy_model())
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abcabc"}\n{"turns": ["xyz", "zyx"], "task": "two"}\n')
 

@@ -35,7 +35,7 @@ class Cramped(ToyLM):
 
     most = 3
 
-    def score(self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None) -> list[Scores]:
+    def score(self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None, picks: Any = None) -> list[Scores]:
         if sum(map(len, trees)) > self.most:
             raise torch.OutOfMemoryError("a pass too large")
         return super().score(trees, rows, since)

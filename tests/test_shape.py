@@ -14,9 +14,12 @@ import outpace
 ROOT = Path(outpace.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MOST_LINES, MOST_FUNCTION, MOST_PARAMETERS = 320, 60, 6
+MOST_KERNEL = 70  # lines: a kernel cannot be cut wherever one likes
 
 # Signatures that are not ours to choose: Transformers calls these. A command's parameters are its flags.
 FOREIGN = {("models/attention.py", "attend"), ("dropin.py", "decode")}
+CHOICES = {("loading.py", "load")}  # a keyword for each thing that a user may choose
+KERNEL = "jit"  # what runs on a GPU is handed every size and pointer
 COMMAND = "reports_errors"  # the decorator of every command
 
 # A module may import those of its own layer and of the layers above it in this list.
@@ -25,7 +28,7 @@ LAYERS = [
     {"tree", "stats"},
     {"sequence"},
     {"sample", "processors", "grammar", "drafter", "text"},
-    {"verify", "policy"},
+    {"verify", "policy", "costs", "calibration", "meter", "pool", "goodput"},
     {"models", "shelf"},
     {"engine", "testing"},
     {"methods", "registry", "trace"},
@@ -52,12 +55,14 @@ def test_sizes(path: Path) -> None:
     assert source.count("\n") <= MOST_LINES
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            command = COMMAND in {d.id for d in node.decorator_list if isinstance(d, ast.Name)}
+            decorators = {d.id for d in node.decorator_list if isinstance(d, ast.Name)}
+            command = COMMAND in decorators
             assert node.end_lineno is not None
-            assert node.end_lineno - (node.body[0] if command else node).lineno < MOST_FUNCTION, node.name
+            most = MOST_KERNEL if KERNEL in decorators else MOST_FUNCTION
+            assert node.end_lineno - (node.body[0] if command else node).lineno < most, node.name
             arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
             counted = [a for a in arguments if a.arg not in ("self", "cls")]
-            if not command and (name_of(path), node.name) not in FOREIGN:
+            if not decorators & {COMMAND, KERNEL} and (name_of(path), node.name) not in FOREIGN | CHOICES:
                 assert len(counted) <= MOST_PARAMETERS, node.name
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from outpace.advise.recording import Recording, places
 from outpace.errors import UsageError
-from outpace.models.base import LM, CachelessLM, Job, Output, Reference
+from outpace.models.base import LM, Job, Output, Reference
+from outpace.models.cacheless import CachelessLM
 
 CERTAIN = 1e6  # a logit that no noise and no filter can move from the top
 

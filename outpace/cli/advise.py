@@ -12,8 +12,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outpace.cli.common import DEFAULT_MODEL, app, load_model, reports_errors, stderr
-from outpace.cli.flags import AsJson, Device, Dtype, MaxTokens, Seed, Temperature, TopK, TopP
+from outpace.cli.common import DEFAULT_MODEL, Loading, app, load_model, reports_errors, stderr
+from outpace.cli.flags import (
+    AsJson,
+    Device,
+    Dtype,
+    Eager,
+    MaxTokens,
+    Quantize,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from outpace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +57,8 @@ def advise(
     as_json: AsJson = False,
     dtype: Dtype = None,
     device: Device = None,
+    eager: Eager = False,
+    quantize: Quantize = None,
 ) -> None:
     """Rank methods, drafts and depths by predicted speed-up on your prompts, then measure the best."""
     from outpace.advise import advice
@@ -54,14 +67,17 @@ def advise(
     from outpace.registry import find, methods, options
     from outpace.sample import Sampling
 
-    chosen = method or [name for name in methods() if name != "plain" and (draft or "draft" not in options(find(name)))]
+    chosen = method or [
+        name for name in methods() if name not in ("plain", "auto") and (draft or "draft" not in options(find(name)))
+    ]
     sampling = Sampling(temperature, top_k, top_p, seed=seed)
     asked = candidates(chosen, draft)
     if not asked:
         raise UsageError("there is nothing to rank: a method that takes a draft needs --draft MODEL")
     found = tasks.load(prompts, limit=limit)
-    lm = load_model(model, dtype, device)
-    drafts = {name: load_model(name, dtype, device) for name in draft}
+    loading = Loading(dtype, device, eager=eager, quantize=quantize)
+    lm = load_model(model, loading)
+    drafts = {name: load_model(name, loading) for name in draft}
     encoded = [tasks.encode(prompt, lm) for prompt in found]
     question = advice.Question(lm, drafts, encoded, max_tokens, sampling)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

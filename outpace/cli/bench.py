@@ -23,8 +23,22 @@ from outpace.bench.plan import Plan
 from outpace.bench.record import Record, Writer
 from outpace.bench.run import Contestant, Group, Run, measure, warm_up
 from outpace.bench.summary import Summary, summarize
-from outpace.cli.common import DEFAULT_MODEL, INTERRUPTED, app, load_model, reports_errors, stderr, tracing
-from outpace.cli.flags import AsJson, Device, Draft, Dtype, Exact, PolicyName, Seed, TopK, TopP, TracePath, VerifierName
+from outpace.cli.common import DEFAULT_MODEL, INTERRUPTED, Loading, app, load_model, reports_errors, stderr, tracing
+from outpace.cli.flags import (
+    AsJson,
+    Device,
+    Draft,
+    Dtype,
+    Eager,
+    Exact,
+    PolicyName,
+    Quantize,
+    Seed,
+    TopK,
+    TopP,
+    TracePath,
+    VerifierName,
+)
 from outpace.errors import UsageError
 
 Methods = Annotated[
@@ -59,8 +73,7 @@ class Setup:
 
     model: str
     draft: str | None
-    loading: dict[str, Any]  # dtype, device
-    exact: bool
+    loading: Loading
     methods: list[Spec]
     rules: Rules
     transformers: bool
@@ -77,7 +90,7 @@ def bench(
     model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")] = DEFAULT_MODEL,
     method: Methods = [],  # noqa: B006
     draft: Draft = None,
-    policy: PolicyName = "fixed",
+    policy: PolicyName = None,
     verifier: VerifierName = "match",
     transformers: WithTransformers = True,
     task: Tasks = [],  # noqa: B006
@@ -94,6 +107,8 @@ def bench(
     dtype: Dtype = None,
     device: Device = None,
     exact: Exact = False,
+    eager: Eager = False,
+    quantize: Quantize = None,
     output: Output = None,
     page: Page = True,
     as_json: AsJson = False,
@@ -117,10 +132,11 @@ def bench(
             tuple(task), prompts, limit, tuple(batch), tuple(context), tuple(temperature), top_p, top_k, seed,
             max_tokens,
         )  # fmt: skip
-        rules, loading = Rules(Spec.parse(policy), Spec.parse(verifier)), {"dtype": dtype, "device": device}
+        rules = Rules(Spec.parse(policy) if policy else None, Spec.parse(verifier))
+        loading = Loading(dtype, device, exact, eager, quantize)
         found = _measured(
             Setup(
-                model, draft, loading, exact, specs(method, draft is not None), rules, transformers, plan, rounds,
+                model, draft, loading, specs(method, draft is not None), rules, transformers, plan, rounds,
                 folder, trace, given,
             )
         )  # fmt: skip
@@ -144,8 +160,8 @@ def _place(update: str | None) -> tuple[Path, str] | None:
 def _measured(setup: Setup) -> Record:
     """Load, prepare, warm up, measure. Ctrl-C ends the measuring, not the report."""
     prompts = planning.load(setup.plan)
-    lm = load_model(setup.model, **setup.loading, exact=setup.exact)
-    draft = load_model(setup.draft, **setup.loading) if setup.draft else None
+    lm = load_model(setup.model, setup.loading)
+    draft = load_model(setup.draft, setup.loading.draft) if setup.draft else None
     ours = [Ours(lm, spec, draft, setup.rules) for spec in setup.methods]
     others = theirs(lm, draft, max(setup.plan.batches) > 1) if setup.transformers else []
     with _progress() as bars, tracing(setup.trace, lm) as writer:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,6 +24,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 stderr = Console(stderr=True)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 INTERRUPTED = 130
+WORTH_SAYING = 3.0  # seconds
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -59,7 +60,23 @@ def pairs(given: list[str]) -> dict[str, Any]:
     return out
 
 
-def load_model(name: str, dtype: str | None, device: str | None, exact: bool = False) -> Model:
+class Loading(NamedTuple):
+    """How models are loaded."""
+
+    dtype: str | None = None
+    device: str | None = None
+    exact: bool = False
+    eager: bool = False
+    quantize: str | None = None
+
+    @property
+    def draft(self) -> Loading:
+        """The same for a draft: what it guesses need not be exact."""
+        return self._replace(exact=False)
+
+
+def load_model(name: str, how: Loading) -> Model:
+    """Load, compile where that pays, and say what both took."""
     from transformers.utils import logging
 
     from outpace import shelf
@@ -70,7 +87,19 @@ def load_model(name: str, dtype: str | None, device: str | None, exact: bool = F
     if name in shelf.SHELF:
         shelf.fetch(name)  # shows its own progress, once
     with stderr.status(f"loading {name}"):
-        return load(name, dtype=dtype, device=device, exact=exact)
+        settings = how._asdict() | {"eager": how.eager or None}
+        model = load(name, **settings)
+    spent = getattr(model.lm, "compile_seconds", 0.0)
+    if spent >= WORTH_SAYING:
+        stderr.print(f"[dim]compiled {name} in {spent:.0f} s; kept for the next run, `--eager` does without[/]")
+    return model
+
+
+def state_memory(model: Model, tokens: int) -> None:
+    """Say what a run of so many tokens will take at most."""
+    memory = model.lm.memory(tokens)
+    if memory is not None:
+        stderr.print(f"[dim]{memory}[/]", highlight=False, soft_wrap=True)
 
 
 def tracing(path: Path | None, lm: Model, probs: bool = False) -> AbstractContextManager[TraceWriter | None]:

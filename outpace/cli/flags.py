@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="Shelf name, folder or hub id.")]
-Method = Annotated[str, typer.Option(help="A method of `outpace methods`, or auto.")]
+Method = Annotated[str, typer.Option(help="A method of `outpace methods`.")]
 Draft = Annotated[str | None, typer.Option(help="Draft model: shelf name, folder or hub id.")]
 Options = Annotated[list[str], typer.Option("--option", "-o", help="An option of the method, as name=value.")]
-PolicyName = Annotated[str, typer.Option("--policy", help="How much to draft: fixed, heuristic, confidence, ...")]
+PolicyName = Annotated[
+    str | None, typer.Option("--policy", help="How much to draft: auto, fixed, ...; default: what the method asks for.")
+]
 VerifierName = Annotated[str, typer.Option("--verifier", help="match, residual, typical or contrastive.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -21,6 +23,8 @@ Seed = Annotated[int, typer.Option(help="Same seed, same text, with or without s
 Settings = Annotated[list[str], typer.Option("--set", "-s", help="Any other setting, as name=value (see docs/api.md).")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default: float32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Eager = Annotated[bool, typer.Option("--eager", help="Run the layers as they are: no compiling, no graphs.")]
+Quantize = Annotated[str | None, typer.Option(help="int8: keep the weights of linear layers as int8.")]
 Exact = Annotated[bool, typer.Option("--exact", help="Passes of one shape only: bit-identical in every dtype, slower.")]
 TracePath = Annotated[Path | None, typer.Option("--trace", help="Write what every pass did to this file (JSONL).")]
 TraceProbs = Annotated[bool, typer.Option("--trace-probs", help="Put the target's probabilities into the trace.")]

@@ -10,17 +10,29 @@ import typer
 from rich.console import Console
 
 from outpace import display
-from outpace.cli.common import DEFAULT_MODEL, INTERRUPTED, app, load_model, pairs, reports_errors, tracing
+from outpace.cli.common import (
+    DEFAULT_MODEL,
+    INTERRUPTED,
+    Loading,
+    app,
+    load_model,
+    pairs,
+    reports_errors,
+    state_memory,
+    tracing,
+)
 from outpace.cli.flags import (
     Device,
     Draft,
     Dtype,
+    Eager,
     Exact,
     MaxTokens,
     Method,
     ModelName,
     Options,
     PolicyName,
+    Quantize,
     Seed,
     Settings,
     Temperature,
@@ -41,7 +53,7 @@ def generate(
     method: Method = "auto",
     draft: Draft = None,
     option: Options = [],  # noqa: B006
-    policy: PolicyName = "fixed",
+    policy: PolicyName = None,
     verifier: VerifierName = "match",
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -56,18 +68,22 @@ def generate(
     dtype: Dtype = None,
     device: Device = None,
     exact: Exact = False,
+    eager: Eager = False,
+    quantize: Quantize = None,
 ) -> None:
     """Answer one prompt; text that came from accepted guesses is green."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty")
-    lm = load_model(model, dtype, device, exact)
+    loading = Loading(dtype, device, exact, eager, quantize)
+    lm = load_model(model, loading)
     chat = not raw and getattr(lm.tokenizer, "chat_template", None)
     given = {
         "method": method, "policy": policy, "verifier": verifier, "max_tokens": max_tokens,
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
-        **({"draft": load_model(draft, dtype, device)} if draft else {}), **pairs(settings), **pairs(option),
+        **({"draft": load_model(draft, loading.draft)} if draft else {}), **pairs(settings), **pairs(option),
     }  # fmt: skip
+    state_memory(lm, max_tokens)
     with tracing(trace, lm, trace_probs) as writer:
         pieces = lm.stream([{"role": "user", "content": text}] if chat else text, trace=writer, **given)
         done = display.silently(pieces) if as_json else display.live(pieces)
@@ -86,7 +102,7 @@ def chat(
     method: Method = "auto",
     draft: Draft = None,
     option: Options = [],  # noqa: B006
-    policy: PolicyName = "fixed",
+    policy: PolicyName = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -96,12 +112,15 @@ def chat(
     dtype: Dtype = None,
     device: Device = None,
     exact: Exact = False,
+    eager: Eager = False,
+    quantize: Quantize = None,
 ) -> None:
     """Talk to a model; text that came from accepted guesses is green. Ctrl-C stops an answer, Ctrl-D ends."""
-    lm = load_model(model, dtype, device, exact)
+    loading = Loading(dtype, device, exact, eager, quantize)
+    lm = load_model(model, loading)
     given = {
         "method": method, "policy": policy, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
-        "seed": seed, **({"draft": load_model(draft, dtype, device)} if draft else {}), **pairs(option),
+        "seed": seed, **({"draft": load_model(draft, loading.draft)} if draft else {}), **pairs(option),
     }  # fmt: skip
     messages = [{"role": "system", "content": system}] if system else []
     console = Console()

@@ -14,8 +14,22 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from outpace.cli.common import DEFAULT_MODEL, INTERRUPTED, app, load_model, pairs, reports_errors, stderr
-from outpace.cli.flags import AsJson, Device, Draft, Dtype, Exact, PolicyName, Seed, Settings, TopK, TopP, VerifierName
+from outpace.cli.common import DEFAULT_MODEL, INTERRUPTED, Loading, app, load_model, pairs, reports_errors, stderr
+from outpace.cli.flags import (
+    AsJson,
+    Device,
+    Draft,
+    Dtype,
+    Eager,
+    Exact,
+    PolicyName,
+    Quantize,
+    Seed,
+    Settings,
+    TopK,
+    TopP,
+    VerifierName,
+)
 from outpace.errors import OutpaceError, UsageError, unknown
 
 if TYPE_CHECKING:
@@ -45,7 +59,7 @@ def verify(
     ] = None,
     method: Methods = [],  # noqa: B006
     draft: Draft = None,
-    policy: PolicyName = "fixed",
+    policy: PolicyName = None,
     verifier: VerifierName = "match",
     prompts: PromptFile = None,
     limit: Limit = 1,
@@ -71,6 +85,8 @@ def verify(
     dtype: Dtype = None,
     device: Device = None,
     exact: Exact = False,
+    eager: Eager = False,
+    quantize: Quantize = None,
 ) -> None:
     """Prove that speculation does not change the answers. Exit code 0: proven; 1: something differs."""
     if find_spec("scipy") is None:
@@ -88,14 +104,15 @@ def verify(
     plan = {"max_tokens": max_tokens, "sampling": sampling, "samples": samples, "contexts": contexts, "alpha": alpha}
     shared = {"policy": policy, "verifier": verifier}
     found = tasks.load(prompts, limit=limit)
+    loading = Loading(dtype, device, exact, eager, quantize)
     if server is not None:
         urls = Urls(server, reference_server, _fields(on), _fields(off), served_model)
-        asked = _of_server(urls, load_model(model, dtype, device) if model else None, found, plan)
+        asked = _of_server(urls, load_model(model, loading) if model else None, found, plan)
     else:
-        subjects = subjects_of(method, load_model(draft, dtype, device) if draft else None, shared)
-        lm = load_model(model or DEFAULT_MODEL, dtype, device, exact)
+        subjects = subjects_of(method, load_model(draft, loading.draft) if draft else None, shared)
+        lm = load_model(model or DEFAULT_MODEL, loading)
         asked = _of_model(lm, subjects, found, plan | {"batches": tuple(batch)}, transformers)
-    stated = {k: v for k, v in plan.items() if k != "sampling"} | shared | vars(sampling) | {"exact": exact}
+    stated = {k: v for k, v in plan.items() if k != "sampling"} | shared | vars(sampling) | loading._asdict()
     checks: list[Check] = []
     with suppress(KeyboardInterrupt):  # what was found by then is reported
         checks.extend(_answers(asked))

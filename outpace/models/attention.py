@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,21 @@ from outpace.models.base import Job
 from outpace.models.cache import SlotCache
 
 NAME = "outpace"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a layer turns products of queries and keys into weights."""
+
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+
+
+class Attending(Protocol):
+    """What a pass hands to the attention function: it writes the new keys and values, and attends."""
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor: ...
 
 
 class Reach:
@@ -49,6 +65,31 @@ class Reach:
             self._paths[index, window] = [torch.nonzero(seen).flatten().to(self.device) for seen in mask]
         return self._paths[index, window]
 
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """Write the new keys and values, then one job after the other."""  # out: [1, tokens, heads, head dim]
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        self.cache.write(layer, key, value, self.jobs)
+        keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.windows[layer]
+        self.calls += 1
+        out, at = [], 0
+        for index, job in enumerate(self.jobs):
+            count = len(job.tokens)
+            q = query[0, :, at : at + count]
+            at += count
+            if self.alone:
+                for i, path in enumerate(self.paths(index, window)):
+                    k, v = (side[job.row].index_select(1, path) for side in (keys, values))
+                    out.append(_attend(q[:, i : i + 1], k, v, None, rule))
+                continue
+            # A windowed layer need not look at keys that no query of this job can see.
+            first = 0 if window is None else max(0, job.start - window + 1)
+            mask = self.mask(index, window)
+            k, v = keys[job.row][:, first : job.end], values[job.row][:, first : job.end]
+            out.append(_attend(q, k, v, mask if mask is None else mask[:, first:], rule))
+        if at < query.shape[2]:  # rows that only fill up the pass
+            out.append(query.new_zeros(query.shape[1], query.shape[2] - at, value.shape[3]))
+        return torch.cat(out, dim=1).transpose(0, 1)[None]
+
 
 def _mask(job: Job, window: int | None) -> Tensor:
     fed, queries = len(job.pending), len(job.tokens)
@@ -67,15 +108,6 @@ def _mask(job: Job, window: int | None) -> Tensor:
     return mask
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How a layer turns products of queries and keys into weights."""
-
-    scaling: float
-    softcap: float | None
-    sinks: Tensor | None  # [heads]
-
-
 def attend(
     module: nn.Module,
     query: Tensor,  # [1, heads, tokens of all jobs, head dim]
@@ -83,7 +115,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    reach: Reach,
+    reach: Attending,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # attention sinks, one logit per head
@@ -92,29 +124,8 @@ def attend(
     # We never hand in a mask or older keys, so the model made them: a bias, or keys of no token, that we would lose.
     if attention_mask is not None or key.shape[2] != query.shape[2]:
         raise UnsupportedModel(f"{type(module).__name__} attends to more than the tokens")
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    reach.cache.write(layer, key, value, reach.jobs)
-    keys, values, window = reach.cache.keys[layer], reach.cache.values[layer], reach.windows[layer]
     rule = Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
-    reach.calls += 1
-    out, at = [], 0
-    for index, job in enumerate(reach.jobs):
-        count = len(job.tokens)
-        q = query[0, :, at : at + count]
-        at += count
-        if reach.alone:
-            for i, path in enumerate(reach.paths(index, window)):
-                k, v = (side[job.row].index_select(1, path) for side in (keys, values))
-                out.append(_attend(q[:, i : i + 1], k, v, None, rule))
-            continue
-        # A windowed layer need not look at keys that no query of this job can see.
-        first = 0 if window is None else max(0, job.start - window + 1)
-        mask = reach.mask(index, window)
-        k, v = keys[job.row][:, first : job.end], values[job.row][:, first : job.end]
-        out.append(_attend(q, k, v, mask if mask is None else mask[:, first:], rule))
-    if at < query.shape[2]:  # rows that only fill up the pass
-        out.append(query.new_zeros(query.shape[1], query.shape[2] - at, value.shape[3]))
-    return torch.cat(out, dim=1).transpose(0, 1)[None], None
+    return reach.attend(module, query, key, value, rule), None
 
 
 def _attend(

@@ -9,16 +9,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from outpace.errors import UsageError
+from outpace.models.memory import Memory
+from outpace.sample import Pick
 from outpace.tree import Tree
 
+Picks = Seq[Pick | None] | None
 CHUNK = 512  # tokens of a prompt per pass: bounds the memory of a long prefill
 RIDE = 16  # so few tokens are not worth a pass of their own: they are fed together with the next tree
+
+
+@dataclass
+class Chosen:
+    """The choice at each node, and the largest logit there, which is not finite where no choice could be made."""
+
+    tokens: list[int]
+    best: list[float]
+    probs: list[float]  # of the choices, after the temperature
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,14 @@ class Scores:
 
     logits: Tensor  # [nodes, vocab]
     hidden: Tensor | None = None  # [nodes, taps], for rows acquired with taps
+    chosen: Chosen | None = None  # by the model itself, where it was asked to and can
+
+
+class Guess(NamedTuple):
+    """A token of a chain, and how likely the model held it."""
+
+    token: int
+    prob: float
 
 
 class Reference(Protocol):
@@ -45,6 +65,7 @@ class LM(Protocol):
     vocab: int
     context: int  # the most tokens a row can hold
     trees: bool  # False: only chains can be scored
+    asynchronous: bool  # True: `score` returns before the pass is done
 
     def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
         """A row for a request that starts with `tokens`; what a row already knows of them is reused."""
@@ -55,11 +76,17 @@ class LM(Protocol):
     def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
         """Make each row hold exactly these tokens: keep the common prefix, feed the rest."""
 
-    def score(self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None) -> list[Scores]:
-        """Score the nodes of each tree from `since` on; earlier ones were scored by the pass before."""
+    def score(
+        self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None, picks: Picks = None
+    ) -> list[Scores]:
+        """Score the nodes of each tree from `since` on; a model may make the choices of `picks` itself."""
 
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
         """Commit these nodes of the trees last scored, root first, and forget the others."""
+
+    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
+        """The model's own next `steps` choices after each row and its `token`, as if scored one by one; None when it
+        has no faster way than that."""
 
     def clear(self) -> None:
         """Forget what idle rows hold: the next request is computed from its first token on."""
@@ -69,6 +96,9 @@ class LM(Protocol):
 
     def reference(self) -> Reference:
         """The model by itself, to compare with."""
+
+    def memory(self, tokens: int) -> Memory | None:
+        """What the weights take, and the cache of so many tokens; None when this model does not know."""
 
 
 @dataclass
@@ -94,6 +124,7 @@ class Job:
     pending: list[int]
     tree: Tree | None = None
     since: int = 0
+    pick: Pick | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -122,6 +153,7 @@ class Output:
 
     logits: Tensor | None  # [new nodes, vocab]
     hidden: dict[int, Tensor]  # tap -> [pending and new nodes, hidden]
+    chosen: Chosen | None = None
 
 
 def common_prefix(a: Seq[int], b: Seq[int]) -> int:
@@ -137,6 +169,7 @@ class SlotLM(ABC):
     vocab: int
     context: int
     trees: bool = True
+    asynchronous: bool = False
     chunk: int = CHUNK
 
     def __init__(self) -> None:
@@ -222,7 +255,9 @@ class SlotLM(ABC):
         while len(row.pending) > RIDE:
             self._run([Job(index, len(row.tokens), row.pending[: self.chunk])])
 
-    def score(self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None) -> list[Scores]:
+    def score(
+        self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None, picks: Picks = None
+    ) -> list[Scores]:
         jobs = []
         for i, (tree, index) in enumerate(zip(trees, rows, strict=True)):
             row = self.rows[index]
@@ -230,7 +265,8 @@ class SlotLM(ABC):
                 raise UsageError("this model can only score chains; give its tree a width of 1")
             if row.tree is not None and not (since and since[i]):
                 self.keep_row(index, [])  # a new tree overwrites one that was not kept
-            jobs.append(Job(index, len(row.tokens), row.pending, tree, since[i] if since else 0))
+            pick = picks[i] if picks else None
+            jobs.append(Job(index, len(row.tokens), row.pending, tree, since[i] if since else 0, pick))
         return self._run(jobs)
 
     def _run(self, jobs: list[Job]) -> list[Scores]:
@@ -253,8 +289,14 @@ class SlotLM(ABC):
             if job.tree is not None:
                 row.tree, row.scored = job.tree, len(job.tree)
                 assert output.logits is not None
-                scores.append(Scores(output.logits, hidden))
+                scores.append(Scores(output.logits, hidden, output.chosen))
         return scores
+
+    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
+        return None
+
+    def memory(self, tokens: int) -> Memory | None:
+        return None
 
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
         for path, index in zip(paths, rows, strict=True):
@@ -276,19 +318,3 @@ class SlotLM(ABC):
         if len(row.hidden) > 1:
             row.hidden = [torch.cat(row.hidden)]
         return row.hidden[0] if row.hidden else None
-
-
-class CachelessLM(SlotLM):
-    """A model that computes every node anew, and so has nothing to move or to forget."""
-
-    def reserve(self, jobs: Seq[Job]) -> None:
-        """Nothing is kept."""
-
-    def commit(self, row: int, path: list[int]) -> None:
-        """Nothing is kept."""
-
-    def crop(self, row: int, length: int) -> int:
-        return length
-
-    def copy(self, source: int, target: int, length: int) -> bool:
-        return True

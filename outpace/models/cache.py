@@ -29,6 +29,7 @@ class SlotCache(Cache):
         self.capacity: dict[int, int] = {}  # tokens, by row
         self.limit = limit  # bytes
         self.token_bytes = 0  # of all layers; known once a token was written
+        self.kinds: set[tuple[int, int, torch.dtype]] = set()  # kv heads, head dim and dtype of the layers
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +55,7 @@ class SlotCache(Cache):
         """Take the size of a token from what has been written."""
         sample = [next(iter(side.values())) for side in (*self.keys, *self.values) if side]
         self.token_bytes = sum(t.shape[0] * t.shape[2] * t.element_size() for t in sample)
+        self.kinds = {(t.shape[0], t.shape[2], t.dtype) for t in sample}
 
     def reserve(self, row: int, length: int) -> None:
         """Have room for `length` tokens in this row; `CacheFull` when they do not fit beside the other rows."""

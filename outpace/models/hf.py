@@ -18,6 +18,7 @@ from outpace.errors import CacheFull, UnsupportedModel, UsageError
 from outpace.models import attention
 from outpace.models.base import LM, Job, Output, Reference, SlotLM
 from outpace.models.cache import SlotCache
+from outpace.models.memory import Memory, free, weights
 from outpace.models.native import NativeLM
 from outpace.models.reference import ModelReference
 from outpace.models.taps import apart, context_length, decoder_layers, recording, twin
@@ -25,19 +26,36 @@ from outpace.tree import Tree
 
 logger = logging.getLogger(__name__)
 PROBE = 8  # tokens of each text on which an adapter is tried
+LARGE = 50_000_000  # parameters: a smaller model spends its time elsewhere
 
 
-def adapt(model: PreTrainedModel, cache_limit: int | None = None, exact: bool = False) -> LM:
-    """The fastest adapter that this model allows; `UnsupportedModel` names one that none of them can run."""
+def adapt(model: PreTrainedModel, cache_limit: int | None = None, exact: bool = False, eager: bool | None = None) -> LM:
+    """The fastest adapter that this model allows; `UnsupportedModel` names one that none of them can run.
+
+    `eager` runs the model's layers as they are; None compiles them where that is likely to pay.
+    """
     if model.config.is_encoder_decoder or not model.can_generate():
         raise UnsupportedModel(f"{type(model).__name__} is not a causal language model")
     packed = _kind(exact).fitting(model, cache_limit)
-    if packed is not None:
+    if packed is not None and (exact or (eager is None and not _worth_compiling(model)) or eager):
         return packed
+    if packed is not None:
+        return _compiled(packed)
     if exact:
         raise UnsupportedModel(f"exact=True needs packed passes, and {type(model).__name__} runs with its own cache")
     logger.info("%s runs with its own cache: chains only, one row at a time", type(model).__name__)
     return NativeLM(model)
+
+
+def _worth_compiling(model: PreTrainedModel) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) >= LARGE
+
+
+def _compiled(packed: PackedLM) -> PackedLM:
+    from outpace.models.fast import FastLM
+    from outpace.models.graph import GraphLM
+
+    return (GraphLM if packed.device.type == "cuda" else FastLM).of(packed)
 
 
 def _kind(exact: bool) -> type[PackedLM]:
@@ -55,6 +73,10 @@ def view(model: PreTrainedModel, layers: Seq[int] | None = None) -> PreTrainedMo
         if not layers or any(not 0 <= i < len(stack) for i in layers):
             raise UsageError(f"a slice takes layers 0 to {len(stack) - 1}, got {list(layers)}")
         setattr(decoder, name, nn.ModuleList(stack[i] for i in layers))
+        for place, layer in enumerate(getattr(decoder, name)):
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):
+                    module.layer_idx = place  # type: ignore[assignment]
         if getattr(config, "layer_types", None) is not None:
             config.layer_types = [config.layer_types[i] for i in layers]
         config.num_hidden_layers = len(layers)
@@ -81,14 +103,14 @@ class PackedLM(SlotLM):
         text = model.config.get_text_config()
         found = windows(model.config)
         assert found is not None, "`fitting` was not asked"
-        self.windows = found
         self.model = model
         self.layers = list(layers) if layers is not None else list(range(len(found)))
+        self.windows = [found[i] for i in self.layers]
         self.view = view(model, layers)
         self.view.config._attn_implementation = attention.NAME
         self.vocab: int = text.vocab_size
         self.context: int = context_length(model.config)
-        self.cache = SlotCache(len(found), cache_limit)
+        self.cache = SlotCache(len(self.layers), cache_limit)
 
     @classmethod
     def fitting(cls, model: PreTrainedModel, cache_limit: int | None = None) -> PackedLM | None:
@@ -134,6 +156,15 @@ class PackedLM(SlotLM):
         part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
         return part
 
+    @property
+    def fingerprint(self) -> str:
+        """What the cost of a pass depends on, beside the machine."""
+        kind = f"{type(self).__name__} of {type(self.model).__name__}"
+        return f"{kind}, {len(self.layers)} layers, {weights(self.model)} bytes"
+
+    def memory(self, tokens: int) -> Memory:
+        return Memory(weights(self.model), self.cache.token_bytes, tokens, self.cache.nbytes + free(self.device))
+
     def reference(self) -> Reference:
         return ModelReference(view(self.model, self.layers))
 
@@ -167,6 +198,10 @@ class PackedLM(SlotLM):
             at += len(job.tokens)
         with recording(self.view, taps) as recorded:
             logits = self._pass(jobs, nodes or [at - 1])
+        return self.split(jobs, logits, recorded)
+
+    def split(self, jobs: Seq[Job], logits: Tensor, recorded: dict[int, Tensor]) -> list[Output]:
+        """What the pass gave for each job; `logits` are of the nodes of all of them."""
         outputs, at, node = [], 0, 0
         for job in jobs:
             count, fed = len(job.tokens), len(job.pending)

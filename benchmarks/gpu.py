@@ -1,0 +1,258 @@
+"""What a pass costs on a GPU for a Llama of 8B or 1B shape, against reading its weights once; and what speculation
+makes of it, with text of a small model that was grown to the large shape.
+
+    python benchmarks/gpu.py passes --shape 8b --context 1024
+    python benchmarks/gpu.py draft
+    python benchmarks/gpu.py speculation --small smollm2-135m-instruct
+    python benchmarks/gpu.py batches --small smollm2-135m-instruct
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from grown import grow, large_config
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import outpace
+from outpace.drafter import Drafter
+from outpace.models.graph import GraphLM
+from outpace.sample import Pick
+from outpace.sequence import Sequence
+from outpace.tree import Budget, Tree
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
+    "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32),
+}
+PROMPTS = [64, 200, 90, 140, 310, 120, 80, 256]  # tokens
+
+
+def say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
+def build(shape: str) -> LlamaForCausalLM:
+    """Random weights in bfloat16."""
+    config = LlamaConfig(
+        vocab_size=128256, num_key_value_heads=8, max_position_embeddings=40_000, tie_word_embeddings=shape == "1b",
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **SHAPES[shape],
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = model.to_empty(device="cuda")
+    model.tie_weights()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to("cuda")
+    return model.eval()
+
+
+def grown(small: str) -> LlamaForCausalLM:
+    """The small model's text at the price of 8B."""
+    from outpace import shelf
+
+    source = shelf.fetch(small) if small in shelf.SHELF else small
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    shape = SHAPES["8b"] | dict(num_key_value_heads=8, head_dim=128, vocab_size=128256)
+    return grow(model, large_config(model.config, **shape), "cuda", torch.bfloat16)
+
+
+def weight_bytes(model: LlamaForCausalLM) -> int:
+    """What a pass has to read: everything but the embedding, of which it reads a row a token."""
+    tied = model.config.tie_word_embeddings
+    return sum(p.nbytes for p in model.parameters()) - (0 if tied else model.get_input_embeddings().weight.nbytes)
+
+
+def bandwidth() -> float:
+    """Bytes per second of a copy, read and write together."""
+    a = torch.empty(2**30, dtype=torch.int8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / gpu_seconds(lambda: b.copy_(a))
+
+
+def gpu_seconds(work: Callable[[], object], rounds: int = 20) -> float:
+    def once() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return statistics.median([once() for _ in range(rounds + 3)][3:])
+
+
+def wall_seconds(work: Callable[[], object], rounds: int = 20) -> float:
+    def once() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    return statistics.median([once() for _ in range(rounds + 3)][3:])
+
+
+def choose(lm: Any, row: int, size: int) -> list[int]:
+    """One greedy pass over a chain."""
+    return lm.score([Tree.chain(list(range(5, 5 + size)))], [row], picks=[Pick(0, 0.0)])[0].chosen.tokens
+
+
+def wrapped(model: LlamaForCausalLM) -> outpace.Model:
+    start = time.perf_counter()
+    found = outpace.wrap(model, eager=False)
+    assert isinstance(found.lm, GraphLM), "the model runs eagerly"
+    say(f"compiled and compared in {time.perf_counter() - start:.1f} s")
+    return found
+
+
+def passes(shape: str, contexts: list[int]) -> None:
+    model = build(shape)
+    rate, weights = bandwidth(), weight_bytes(model)
+    lm = wrapped(model).lm
+    assert isinstance(lm, GraphLM)
+    say(f"{shape}: {weights / 1e9:.2f} GB of weights, a copy runs at {rate / 1e12:.2f} TB/s")
+    for context in contexts:
+        row = lm.acquire([])
+        lm.sync([[(7 * i) % 1000 for i in range(context)]], [row])
+        limit = (weights + context * lm.cache.token_bytes) / rate
+        say(f"context {context}: weights and cache once take {limit * 1e3:.2f} ms")
+        first = 0.0
+        for size in (1, 2, 4, 8, 16, 32, 64):
+            wall = wall_seconds(partial(choose, lm, row, size))
+            alone = gpu_seconds(next(reversed(lm._graphs.values())).graph.replay)
+            first = first or alone
+            say(
+                f"  {size:3d} rows: {alone * 1e3:6.3f} ms, {alone / first:.2f} of one row, {alone / limit:.2f} of the "
+                f"limit; with the host {wall * 1e3:6.3f} ms"
+            )
+        lm.release(row)
+        lm.clear()
+    say(f"graphs took {lm.capture_seconds:.1f} s, peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
+def draft() -> None:
+    lm = wrapped(build("1b")).lm
+    assert isinstance(lm, GraphLM)
+    row = lm.acquire([])
+    lm.sync([[(7 * i) % 1000 for i in range(1024)]], [row])
+
+    def chain(steps: int) -> float:
+        return wall_seconds(lambda: (lm.chain([row], [5], steps, [Pick(0, 0.0)]), lm.keep([[]], [row])))
+
+    few, many = chain(2), chain(10)
+    say(f"1b draft: {(many - few) / 8 * 1e3:.3f} ms a token in a chain, {few * 1e3:.3f} ms for the first two")
+
+
+@dataclass(eq=False)
+class Oracle(Drafter):
+    """Knows the answer, and is right with a given chance at each token."""
+
+    answers: dict[int, list[int]] = field(default_factory=dict)  # length of the prompt -> prompt and answer
+    chance: float = 0.8
+    depth: int = 5
+    seed: int = 0
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    @property
+    def shape(self) -> Budget:  # type: ignore[override]
+        return Budget(self.depth, self.depth, 1)
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        text = self.answers[seq.prompt_length]
+        ahead = text[len(seq.tokens) : len(seq.tokens) + budget.depth]
+        return Tree.chain([seq.tokens[-1], *(t if self._random.random() < self.chance else t + 1 for t in ahead)])
+
+
+def prompts() -> Iterator[list[int]]:
+    words = [284, 1250, 314, 260, 2420, 282, 253, 1528, 11, 284, 638, 359, 325, 2173, 28]
+    for i, length in enumerate(PROMPTS):
+        yield [words[(j * (i + 3) + j // 7) % len(words)] for j in range(length)]
+
+
+def rate(model: outpace.Model, given: list[list[int]], **settings: Any) -> tuple[float, float, list[list[int]]]:
+    """Tokens per second of decoding, tokens per pass, and the tokens."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    done = model.generate(given, ignore_eos=True, **settings)
+    torch.cuda.synchronize()
+    spent = time.perf_counter() - start - done[0].stats.seconds.get("prefill", 0.0)
+    tokens = sum(len(d.tokens) for d in done)
+    return tokens / spent, tokens / sum(d.stats.passes for d in done), [d.tokens for d in done]
+
+
+def speculation(small: str, count: int) -> None:
+    model = wrapped(grown(small))
+    given = list(prompts())[:1]
+    rate(model, given, method="plain", max_tokens=16)
+    plain, _, tokens = rate(model, given, method="plain", max_tokens=count)
+    say(f"plain: {plain:.1f} tokens/s")
+    start = time.perf_counter()
+    with torch.no_grad():
+        ids = torch.tensor(given, device="cuda")
+        theirs = model.lm.model.generate(ids, max_new_tokens=32, min_new_tokens=32, do_sample=False)
+    say(f"Transformers generate: {32 / (time.perf_counter() - start):.1f} tokens/s ({theirs.shape[1]} tokens in all)")
+    answers = {len(p): p + t for p, t in zip(given, tokens, strict=True)}
+    for chance, depth in ((0.0, 4), (0.6, 4), (0.8, 4), (0.9, 5), (0.9, 7), (1.0, 7)):
+        oracle = Oracle(answers, chance, depth)
+        rate(model, given, method=oracle, max_tokens=16)
+        fast, per_pass, again = rate(model, given, method=oracle, max_tokens=count)
+        lm = model.lm
+        row = lm.acquire(given[0])
+        lm.sync([given[0]], [row])
+        wide, narrow = (wall_seconds(partial(choose, lm, row, size)) for size in (depth + 1, 1))
+        lm.release(row)
+        say(
+            f"chance {chance:.1f}, depth {depth}: {per_pass:.2f} tokens a pass, {fast:.1f} tokens/s, "
+            f"{fast / plain:.2f} of plain; passes alone predict {per_pass * narrow / wide:.2f}; "
+            f"same text: {again == tokens}"
+        )
+
+
+def batches(small: str, count: int) -> None:
+    model = wrapped(grown(small))
+    model.max_rows = 64
+    for size in (1, 4, 16, 64):
+        given = [p[: len(p) - i // 8] for i, p in zip(range(size), list(prompts()) * 8, strict=False)]
+        plain, _, tokens = max(rate(model, given, method="plain", max_tokens=count) for _ in range(3))
+        answers = {len(p): p + t for p, t in zip(given, tokens, strict=True)}
+        line = f"batch {size:2d}: plain {plain:7.1f} tokens/s"
+        for policy in ("fixed", "auto"):
+            oracle = Oracle(answers, 0.7, 4)
+            fast, per_pass, _ = max(
+                rate(model, given, method=oracle, policy=policy, max_tokens=count) for _ in range(3)
+            )
+            line += f"; {policy} {fast:7.1f} ({fast / plain:.2f}, {per_pass:.2f} tokens a pass)"
+        say(line)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["passes", "draft", "speculation", "batches"])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--context", type=int, nargs="+", default=[1024])
+    parser.add_argument("--small", default="smollm2-135m-instruct", help="shelf name or folder of a Llama to grow")
+    parser.add_argument("--tokens", type=int, default=200)
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    if asked.part == "passes":
+        passes(asked.shape, asked.context)
+    elif asked.part == "draft":
+        draft()
+    elif asked.part == "speculation":
+        speculation(asked.small, asked.tokens)
+    else:
+        batches(asked.small, asked.tokens)

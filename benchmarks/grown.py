@@ -1,0 +1,81 @@
+"""A small Llama grown to the shape of a large one: it says what the small one says, at the price of the large one.
+
+New dimensions of the hidden state are zero, new heads and layers add nothing. So a benchmark with the cost of an 8B
+model has real text, without its weights.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def grow(small: LlamaForCausalLM, config: LlamaConfig, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A model of `config` with the function of `small`; in exact arithmetic they are the same."""
+    old, new = small.config, config
+    with torch.device("meta"):
+        large = LlamaForCausalLM(new)
+    large = large.to(dtype).to_empty(device=device)
+    large.model.rotary_emb = type(large.model.rotary_emb)(new).to(device)
+    for parameter in large.parameters():
+        parameter.data.zero_()
+    heads = _heads(old, new)
+    shrink = math.sqrt(old.hidden_size / new.hidden_size)  # zeros in the mean square make the norm too large
+    for i, layer in enumerate(small.model.layers):
+        target = large.model.layers[i]
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            _put(getattr(target, name).weight, getattr(layer, name).weight * shrink)
+        stretch = math.sqrt(new.head_dim / old.head_dim)  # the logits are divided by the root of the larger head
+        attention, grown = layer.self_attn, target.self_attn
+        _put_heads(grown.q_proj.weight, attention.q_proj.weight * stretch, heads.query)
+        _put_heads(grown.k_proj.weight, attention.k_proj.weight, heads.key)
+        _put_heads(grown.v_proj.weight, attention.v_proj.weight, heads.value)
+        _put_heads(grown.o_proj.weight.T, attention.o_proj.weight.T, heads.out)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            _put(getattr(target.mlp, name).weight, getattr(layer.mlp, name).weight)
+    _put(large.model.norm.weight, small.model.norm.weight * shrink)
+    _put(large.model.embed_tokens.weight, small.model.embed_tokens.weight)
+    _put(large.lm_head.weight, small.lm_head.weight)
+    return large.eval()
+
+
+class _heads:
+    """Where each row of a projection goes: heads keep their key head, and dimensions their rotation."""
+
+    def __init__(self, old: LlamaConfig, new: LlamaConfig):
+        group_old = old.num_attention_heads // old.num_key_value_heads
+        group_new = new.num_attention_heads // new.num_key_value_heads
+        places = [h // group_old * group_new + h % group_old for h in range(old.num_attention_heads)]
+        # Frequency i of n turns by theta ** (-i / n), which is frequency i * m / n of m.
+        half_old, half_new = old.head_dim // 2, new.head_dim // 2
+        turned = [i * half_new // half_old for i in range(half_old)]
+        turned += [half_new + i for i in turned]
+        plain = list(range(old.head_dim))
+        keys = list(range(old.num_key_value_heads))
+        self.query = [p * new.head_dim + d for p in places for d in turned]
+        self.key = [p * new.head_dim + d for p in keys for d in turned]
+        self.value = [p * new.head_dim + d for p in keys for d in plain]
+        self.out = [p * new.head_dim + d for p in places for d in plain]
+
+
+def _put(target: Tensor, source: Tensor) -> None:
+    target.data[tuple(slice(0, n) for n in source.shape)] = source.to(target)
+
+
+def _put_heads(target: Tensor, source: Tensor, rows: list[int]) -> None:
+    target.data[torch.tensor(rows, device=target.device), : source.shape[1]] = source.to(target)
+
+
+def large_config(small: LlamaConfig, **shape: int) -> LlamaConfig:
+    """The shape, with what the function of the small model needs: its base of rotation and its epsilon."""
+    hidden = shape["hidden_size"]
+    return LlamaConfig(
+        **shape,
+        max_position_embeddings=40_000,
+        rope_parameters=small.rope_parameters,
+        rms_norm_eps=small.rms_norm_eps * small.hidden_size / hidden,
+        tie_word_embeddings=False,
+    )

@@ -1,0 +1,23 @@
+"""CachelessLM: base of models that keep nothing of a row between passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from outpace.models.base import Job, SlotLM
+
+
+class CachelessLM(SlotLM):
+    """A model that computes every node anew, and so has nothing to move or to forget."""
+
+    def reserve(self, jobs: Seq[Job]) -> None:
+        """Nothing is kept."""
+
+    def commit(self, row: int, path: list[int]) -> None:
+        """Nothing is kept."""
+
+    def crop(self, row: int, length: int) -> int:
+        return length
+
+    def copy(self, source: int, target: int, length: int) -> bool:
+        return True

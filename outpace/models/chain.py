@@ -1,0 +1,129 @@
+"""Chains of a draft that stay on the device: every step feeds its own choice to the next, and the host reads once.
+
+One graph is one step: a token for each row. What changes from step to step (lengths, the choice, the noise's words)
+is advanced by the graph itself, so a chain is the same graph replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.models import lane
+from outpace.noise import words
+from outpace.sample import Pick
+
+if TYPE_CHECKING:
+    from outpace.models.graph import GraphLM
+
+MOST_STEPS = 32
+
+
+class Link(NamedTuple):
+    """Where a row's chain goes on: the token to feed, where its row begins, how many entries it has."""
+
+    token: int
+    base: int
+    length: int
+    pick: Pick
+
+
+class State(NamedTuple):
+    """What the graph reads and advances."""
+
+    staged: Tensor  # [6, slots], pinned: token, length, base, 1 for a live slot, temperature, step
+    given: Tensor  # the same on the device
+    noise: Tensor  # [steps, slots, 2]
+    out: Tensor  # [steps, 2, slots]: choices and their probabilities
+
+    @classmethod
+    def empty(cls, slots: int, device: torch.device) -> State:
+        staged = torch.zeros(6, slots, dtype=torch.int64, pin_memory=True)
+        noise = torch.zeros(MOST_STEPS, slots, 2, dtype=torch.int64, device=device)
+        out = torch.zeros(MOST_STEPS, 2, slots, dtype=torch.float64, device=device)
+        return cls(staged, staged.to(device), noise, out)
+
+
+class Step(NamedTuple):
+    """A captured step."""
+
+    state: State
+    graph: torch.cuda.CUDAGraph
+    program: Callable[[], None]  # it holds tensors that the graph reads
+
+
+class Chains:
+    """The step of a model, captured once for each number of slots."""
+
+    def __init__(self, lm: GraphLM):
+        self.lm = lm
+        self._captured: dict[int, Step] = {}
+        self._generation = -1
+
+    def run(self, links: Seq[Link], steps: int) -> list[list[tuple[int, float]]]:
+        """The next `steps` tokens of each row, with their probabilities."""
+        slots = next(n for n in (2, 4, 8, 16, 32, 64) if n >= len(links))
+        state, graph, _ = self._graph(slots)
+        self._begin(state, links, steps)
+        for _ in range(steps):
+            graph.replay()
+        tokens, probs = state.out[:steps, :, : len(links)].transpose(0, 1).tolist()
+        return [[(int(t[i]), p[i]) for t, p in zip(tokens, probs, strict=True)] for i in range(len(links))]
+
+    def _begin(self, state: State, links: Seq[Link], steps: int) -> None:
+        """Where every row stands, in one copy; and the words of the noise, where there is any."""
+        state.staged.zero_()
+        rows = [[link.token, link.length, link.base, 1] for link in links]
+        state.staged[:4, : len(rows)] = torch.tensor(rows).T
+        heat = torch.tensor([link.pick.temperature for link in links], dtype=torch.float64)
+        state.staged[4, : len(rows)] = heat.view(torch.int64)
+        state.given.copy_(state.staged, non_blocking=True)
+        if bool(heat.any()):
+            noise = torch.zeros(steps, state.given.shape[1], 2, dtype=torch.int64)
+            for i, link in enumerate(links):  # the token after position p is chosen with the noise of p + 1
+                noise[:, i] = words(link.pick.seed, link.length + 1 + torch.arange(steps))
+            state.noise[:steps].copy_(noise)
+
+    def _graph(self, slots: int) -> Step:
+        if self._generation != self.lm.cache.generation:
+            self._captured.clear()
+            self._generation = self.lm.cache.generation
+        if slots not in self._captured:
+            state = State.empty(slots, self.lm.device)
+            advance = self._step(state)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side), torch.no_grad():
+                for _ in range(2):
+                    advance()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.no_grad(), torch.cuda.graph(graph, self.lm.graph_memory, capture_error_mode="thread_local"):
+                advance()
+            self._captured[slots] = Step(state, graph, advance)
+        return self._captured[slots]
+
+    def _step(self, state: State) -> Callable[[], None]:
+        token, length, base, live, heat, step = state.given
+        first = torch.arange(len(token), device=token.device)
+        bits = torch.zeros(len(token), lane.WORDS, dtype=torch.int64, device=token.device)
+        bits[:, 0] = 1  # of this pass a token sees itself
+
+        def advance() -> None:
+            jobs = torch.stack([first, live, base, length], dim=1)
+            lanes = self.lm.lanes(base + length, jobs, bits, length)
+            logits = self.lm.quick(
+                input_ids=token[None], position_ids=length[None], past_key_values=self.lm.cache, use_cache=True,
+                reach=lanes,
+            ).logits[0]  # fmt: skip
+            noise = state.noise.index_select(0, step[:1])[0]
+            chosen, _, prob = torch.ops.outpace.choose(logits, noise, heat.view(torch.float64).float())
+            state.out.index_copy_(0, step[:1], torch.stack([chosen.double(), prob.double()])[None])
+            token.copy_(chosen)
+            length.add_(live)
+            step.add_(1).clamp_(max=MOST_STEPS - 1)
+
+        return advance

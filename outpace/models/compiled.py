@@ -1,0 +1,210 @@
+"""Compiled layers: one layer of a kind is compiled, and all of that kind run the same code on their own weights.
+
+Products go to our kernels, and those that take the same rows become one: found in the traced graph, whatever the
+model calls them, and without a copy of any weight. Torch's compiler has the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+from collections.abc import Callable, Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from transformers import PreTrainedModel
+
+from outpace.models import int8
+from outpace.models.lane import Lane
+from outpace.models.taps import decoder_layers
+from outpace.shelf import cache_dir
+
+PLACE = "TORCHINDUCTOR_CACHE_DIR"
+FUSED = 4  # most products that become one
+
+
+class Kind:
+    """Layers that are one piece of code: compiled once, then called without the compiler's checks.
+
+    What those checks look at does not change between passes, but for values and sizes, and sizes are symbols of the
+    code. On a CPU they cost more than all else that happens between two kernels.
+    """
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.code: Callable[..., Any] | None = None
+        self.names: list[str] = []  # of the code's arguments, as the compiler found them from a call of the layer
+        self.direct = False
+
+    def backend(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Torch's own compiler, after products went to our kernels."""
+        from torch._inductor.compile_fx import compile_fx
+
+        sources = [node.meta["grapharg"].source for node in module.graph.nodes if node.op == "placeholder"]
+        self.names = [source.name() if callable(source.name) else source.name for source in sources]
+        self.graphs += 1
+        fuse(module.graph)
+        module.recompile()
+        # The sizes of buffers are asserted before every kernel otherwise.
+        self.code = compile_fx(module, inputs, config_patches={"size_asserts": False})  # type: ignore[assignment]
+        return self.code  # type: ignore[return-value]
+
+    def seen(self, result: object) -> None:
+        """After the first call, which compiled: one graph that gives one tensor can be called directly."""
+        self.direct = self.graphs == 1 and isinstance(result, Tensor)
+
+
+class LayerCall(nn.Module):
+    """Hands a layer its own lane. All layers bear number 0, so that they are one piece of code to the compiler."""
+
+    def __init__(self, inner: nn.Module, index: int, kind: Kind):
+        super().__init__()
+        self.inner, self.index, self.kind = inner, index, kind
+        self.input_name = next(iter(inspect.signature(inner.forward).parameters))
+        self._given: list[Any] = []  # arguments of the code, those of this layer filled in
+        self._places: list[int] = []  # of the others
+        self._rest: Callable[[dict[str, Any]], list[Any]] | None = None
+
+    def forward(self, hidden: Tensor, *args: Any, reach: tuple[Lane, ...], **kwargs: Any) -> Any:
+        kwargs["reach"] = reach[self.index]
+        if not self.kind.direct or args:
+            result = self.inner(hidden, *args, **kwargs)
+            self.kind.seen(result)
+            return result
+        rest = self._rest or self._bind()
+        given = self._given.copy()
+        for place, value in zip(self._places, rest({**kwargs, "kwargs": kwargs, self.input_name: hidden}), strict=True):
+            given[place] = value
+        assert self.kind.code is not None
+        return self.kind.code(*given)[0]
+
+    def _bind(self) -> Callable[[dict[str, Any]], list[Any]]:
+        """Look up what belongs to this layer, once: its weights and numbers; the rest is looked up in every call."""
+        names = self.kind.names
+        own = {i: name for i, name in enumerate(names) if name.startswith("L['self']")}
+        self._given = [None] * len(names)
+        for i, name in own.items():
+            value = eval(name, {}, {"L": {"self": self.inner}})  # a path through the module, written by the compiler
+            self._given[i] = torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value
+        self._places = [i for i in range(len(names)) if i not in own]
+        self._rest = rest = eval(f"lambda L: [{', '.join(names[i] for i in self._places)}]", {})
+        return rest
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)  # models ask a layer for its kind of attention
+
+
+def signature(layer: nn.Module, window: int | None) -> tuple[Any, ...]:
+    """What makes two layers the same code: their modules, with all that is no tensor, and the shapes of the tensors."""
+    plain = (bool, int, float, str, type(None))
+    modules = tuple(
+        (name, type(module), tuple((k, v) for k, v in sorted(vars(module).items()) if isinstance(v, plain)))
+        for name, module in layer.named_modules()
+    )
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return window, modules, tuple((name, tuple(t.shape), t.dtype) for name, t in tensors)
+
+
+class Head(nn.Module):
+    """The output embeddings, through our kernels: one product is nothing to compile."""
+
+    def __init__(self, inner: nn.Linear | int8.Int8Linear):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, bias = self.inner.weight, self.inner.bias
+        if weight.is_cuda:
+            return torch.ops.outpace.linears(hidden.flatten(0, -2), [weight], [bias])[0].unflatten(0, (1, -1))
+        scales = [self.inner.scale] if isinstance(self.inner, int8.Int8Linear) else []
+        return torch.ops.outpace_cpu.linears(hidden, [weight], scales, [bias])
+
+
+def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> None:
+    """Make the layers of this model, which must be ours, run compiled, and its head through our kernels."""
+    # Compiled code outlives the process; the user's own choice of a place for it comes first.
+    if os.environ.get(PLACE) in (None, default_cache_dir()):
+        os.environ[PLACE] = str(cache_dir() / "inductor")
+    decoder, name = decoder_layers(model)
+    stack, calls, kinds = getattr(decoder, name), list[nn.Module](), dict[Any, Kind]()
+    for i, (layer, window) in enumerate(zip(stack, windows, strict=True)):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = 0  # type: ignore[assignment]
+        kind = kinds.setdefault(signature(layer, window), Kind())
+        layer.compile(backend=kind.backend, dynamic=True)
+        calls.append(LayerCall(layer, i, kind))
+    setattr(decoder, name, nn.ModuleList(calls))
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear or (isinstance(head, int8.Int8Linear) and not head.weight.is_cuda):
+        model.set_output_embeddings(Head(head))
+
+
+def fuse(graph: fx.Graph) -> None:
+    """Replace linear layers, those with the same input together."""
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if _is_product(node):
+            groups.setdefault(_operands(node)[0], []).append(node)
+    for x, nodes in groups.items():
+        for i in range(0, len(nodes), FUSED):
+            _replace(graph, x, nodes[i : i + FUSED])
+
+
+def _is_product(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target not in (torch._C._nn.linear, nn.functional.linear, int8.LINEAR):
+        return False
+    # Weights that are computed inside the layer are not there yet where the group's first product stands.
+    x, *rest = _operands(node)
+    weight = _value(rest[0])
+    if any(isinstance(other, fx.Node) and other.op not in ("placeholder", "get_attr") for other in rest):
+        return False
+    if weight.is_cuda:
+        return weight.dim() == 2 and node.target is not int8.LINEAR
+    return weight.dim() == 2 and _value(x).dtype == torch.float32
+
+
+def _operands(node: fx.Node) -> list[Any]:
+    """Input, weight, and the rest: bias of a linear layer; scale and bias of an int8 one."""
+    names = ["input", "weight", "bias"] if node.target is not int8.LINEAR else ["x", "weight", "scale", "bias"]
+    given = [*node.args, *[None] * (len(names) - len(node.args))]
+    return [node.kwargs.get(name, value) for name, value in zip(names, given, strict=True)]
+
+
+def _value(node: fx.Node) -> Tensor:
+    return node.meta["example_value"]
+
+
+def _replace(graph: fx.Graph, x: fx.Node, nodes: list[fx.Node]) -> None:
+    """One call for all of `nodes`, where the first of them stands."""
+    operands = [_operands(node) for node in nodes]
+    weights = [given[1] for given in operands]
+    scales = [given[2] for given in operands if len(given) == 4]
+    biases = [given[-1] for given in operands]
+    if scales and len(scales) < len(nodes):
+        return
+    with graph.inserting_before(nodes[0]):
+        if _value(weights[0]).is_cuda:
+            parts = _on_gpu(graph, x, weights, biases)
+        else:
+            out = graph.call_function(torch.ops.outpace_cpu.linears.default, (x, weights, scales, biases))
+            sizes = [_value(weight).shape[0] for weight in weights]
+            ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+            columns: list[Any] = [(Ellipsis, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+            parts = [graph.call_function(operator.getitem, (out, at)) for at in columns] if len(nodes) > 1 else [out]
+    for node, part in zip(nodes, parts, strict=True):
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
+
+
+def _on_gpu(graph: fx.Graph, x: fx.Node, weights: list[fx.Node], biases: list[Any]) -> list[fx.Node]:
+    flat = graph.call_method("flatten", (x, 0, -2))
+    out = graph.call_function(torch.ops.outpace.linears.default, (flat, weights, biases))
+    parts = [graph.call_function(operator.getitem, (out, i)) for i in range(len(weights))]
+    return [graph.call_method("unflatten", (part, 0, (1, -1))) for part in parts]

@@ -1,0 +1,136 @@
+"""FastLM: a packed model whose passes of a few tokens run compiled, with our kernels, on a pool of keys and values.
+
+Prompts run as before, eagerly, on the same cache. What the compiled layers give is compared with the eager ones before
+they are used: a model that does not agree, or cannot be compiled, stays eager.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from outpace.models import attention, lane
+from outpace.models.base import Job, Output
+from outpace.models.compiled import compile_layers
+from outpace.models.hf import PackedLM, view
+from outpace.models.kernels import cpu
+from outpace.models.lane import Lane
+from outpace.models.pool import PoolCache, Shape
+from outpace.models.taps import apart, recording
+from outpace.tree import Tree
+
+logger = logging.getLogger(__name__)
+FEWEST = 2  # tokens and slots of a pass: a size of one would be compiled as another program
+
+
+class FastLM(PackedLM):
+    """A packed model with compiled passes for a CPU."""
+
+    most_tokens = 64  # in a compiled pass: with more, torch's own products are as fast
+
+    def __init__(self, packed: PackedLM):
+        super().__init__(packed.model, packed.layers, packed.cache.limit)
+        ((heads, dim, dtype),) = packed.cache.kinds
+        shape = Shape(len(packed.layers), heads, dim, dtype)
+        self.cache: PoolCache = PoolCache(shape, self.device, packed.cache.limit)  # type: ignore[assignment]
+        self.cache.kinds = packed.cache.kinds
+        self.quick = view(packed.model, packed.layers)
+        self.quick.config._attn_implementation = attention.NAME
+        self.compile_seconds = 0.0
+        compile_layers(self.quick, self.windows)
+
+    @classmethod
+    def of(cls, packed: PackedLM) -> PackedLM:
+        """The same model with compiled passes, or the model as it is, where they cannot be had."""
+        problem = cls.problem(packed)
+        if problem is None:
+            fast = cls(packed)
+            start = time.perf_counter()
+            try:
+                problem = fast.check()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever the compiler stumbles over, the eager passes are there
+                problem = f"{type(error).__name__}: {error}"
+            fast.compile_seconds = time.perf_counter() - start
+            if problem is None:
+                return fast
+        logger.info("%s runs eagerly: %s", type(packed.model).__name__, problem)
+        return packed
+
+    @classmethod
+    def problem(cls, packed: PackedLM) -> str | None:
+        """Why a model cannot have compiled passes, as far as that can be seen without compiling."""
+        if len(packed.cache.kinds) != 1:
+            return "its layers have caches of different shapes"
+        if packed.device.type != "cpu" or packed.model.dtype != torch.float32:
+            return "there are kernels for float32 on a CPU only"
+        if cpu.library() is None:
+            return "no C compiler with OpenMP was found"
+        return None
+
+    @torch.no_grad()
+    def check(self) -> str | None:
+        """Compile, and compare with eager passes on a tree behind a short text; None when all is well."""
+        tokens = [(11 + 7 * i) % self.vocab for i in range(8)]
+        tree = Tree.chain(tokens[4:])
+        for i in range(3):
+            tree.add(i, (tokens[i] + 1) % self.vocab)
+        results = []
+        for forward in (super().forward, self.forward):
+            row = self.acquire([])
+            self.sync([tokens[:4]], [row])
+            job = Job(row, 0, tokens[:4], tree)
+            self.reserve([job])
+            logits = forward([job], ())[0].logits
+            assert logits is not None, "a tree was scored"
+            results.append(logits.clone())
+            self.release(row)
+            self.clear()
+        off = apart(results[1], results[0])
+        # As much as when the adapter was tried: only rounding may differ.
+        return (
+            None if off <= max(0.01, 8 * torch.finfo(self.model.dtype).eps) else f"compiled layers are off by {off:.3f}"
+        )
+
+    def slice(self, layers: Seq[int]) -> PackedLM:
+        part = PackedLM(self.model, layers, self.cache.limit)
+        part.cache.kinds = self.cache.kinds
+        part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
+        return type(self).of(part)
+
+    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        if not lane.fits(jobs, self.windows, self.most_tokens):
+            return super().forward(jobs, taps)
+        nodes, at = list[int](), 0
+        for job in jobs:
+            nodes.extend(range(at + len(job.pending), at + len(job.tokens)))
+            at += len(job.tokens)
+        with recording(self.quick, taps) as recorded:
+            logits = self.run(jobs, nodes)
+        return self.split(jobs, logits, recorded)
+
+    @torch.no_grad()
+    def run(self, jobs: Seq[Job], nodes: list[int]) -> Tensor:  # [nodes, vocab]
+        count = sum(len(job.tokens) for job in jobs)
+        packing = lane.pack(jobs, self.cache, max(FEWEST, count), max(FEWEST, len(jobs)))
+        columns = torch.tensor(packing.tokens).T.contiguous()
+        ids, positions, where, bits = columns[0], columns[1], columns[2], columns[3:].T.contiguous()
+        lanes = self.lanes(where, torch.tensor(packing.jobs), bits, positions)
+        out = self.quick(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=torch.tensor(nodes),
+            reach=lanes,
+        )
+        return out.logits[0]
+
+    def lanes(self, where: Tensor, jobs: Tensor, bits: Tensor, positions: Tensor) -> tuple[Lane, ...]:
+        sides = zip(self.cache.sides, self.windows, strict=True)
+        return tuple(Lane(keys, values, where, jobs, bits, positions, window or 0) for (keys, values), window in sides)

@@ -1,0 +1,235 @@
+"""GraphLM: compiled passes as CUDA graphs, one per size of a pass, with the choice of tokens inside.
+
+Between two passes the host writes one small buffer and reads another. A graph is captured when its size first comes
+up; sizes are rounded up to a few, so there are few graphs, and they share their memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.models import lane
+from outpace.models.base import Chosen, Guess, Job, Output
+from outpace.models.chain import MOST_STEPS, Chains, Link
+from outpace.models.fast import FastLM
+from outpace.models.hf import PackedLM
+from outpace.models.kernels import runtime
+from outpace.models.taps import recording
+from outpace.noise import words
+from outpace.sample import Pick
+from outpace.tree import Tree
+
+SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, rounded up
+SLOTS = (2, 4, 8, 16, 32, 64)  # requests of a pass, rounded up
+MOST_GRAPHS = 32  # the one that was not used for longest goes
+COLUMNS = 3 + lane.WORDS + 3  # of a token: id, position, entry, bits; words of noise, temperature
+
+
+class Size(NamedTuple):
+    """What a graph is made for."""
+
+    tokens: int
+    slots: int
+    taps: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tokens: int, slots: int, taps: tuple[int, ...] = ()) -> Size:
+        return cls(next(n for n in SIZES if n >= tokens), next(n for n in SLOTS if n >= slots), taps)
+
+
+@dataclass
+class Captured:
+    """A graph, and the memory through which it is talked to."""
+
+    graph: torch.cuda.CUDAGraph
+    host: np.ndarray  # type: ignore[type-arg]
+    staged: Tensor  # the same memory, pinned
+    given: Tensor  # its copy on the device
+    logits: Tensor  # [tokens, vocab]
+    recorded: dict[int, Tensor]  # tap -> [tokens, hidden]
+    chosen: Tensor  # [3, tokens]: choice, largest logit, probability of the choice
+    read: Tensor  # its copy on the host, pinned
+
+
+class Soon(Chosen):
+    """Choices that are on their way: whoever reads them waits, and until then the host has time for other things."""
+
+    def __init__(self, done: torch.cuda.Event, read: Tensor, part: slice):
+        self._done, self._read, self._part = done, read, part
+
+    @cached_property
+    def _rows(self) -> list[list[float]]:
+        self._done.synchronize()
+        return self._read[:, self._part].tolist()
+
+    @property
+    def tokens(self) -> list[int]:  # type: ignore[override]
+        return [int(token) for token in self._rows[0]]
+
+    @property
+    def best(self) -> list[float]:  # type: ignore[override]
+        return self._rows[1]
+
+    @property
+    def probs(self) -> list[float]:  # type: ignore[override]
+        return self._rows[2]
+
+
+class GraphLM(FastLM):
+    """A model on a CUDA or ROCm device."""
+
+    asynchronous = True
+    most_tokens = SIZES[-1]
+
+    def __init__(self, packed: PackedLM):
+        super().__init__(packed)
+        self._graphs: OrderedDict[Size, Captured] = OrderedDict()
+        self._generation = self.cache.generation
+        self.graph_memory = torch.cuda.graph_pool_handle()
+        self._chains = Chains(self)
+        self.capture_seconds = 0.0
+
+    @classmethod
+    def problem(cls, packed: PackedLM) -> str | None:
+        if len(packed.cache.kinds) != 1:
+            return "its layers have caches of different shapes"
+        if packed.device.type != "cuda" or not runtime.AVAILABLE:
+            return "graphs need a GPU and Triton"
+        if packed.model.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"there are no kernels for {packed.model.dtype}"
+        return None
+
+    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        if not lane.fits(jobs, self.windows, self.most_tokens):
+            return PackedLM.forward(self, jobs, taps)
+        captured = self._captured(Size.of(sum(len(job.tokens) for job in jobs), len(jobs), taps))
+        self._stage(captured, jobs)
+        captured.graph.replay()
+        return self._outputs(captured, jobs)
+
+    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]]:
+        steps = min(steps, MOST_STEPS)
+        roots = [Tree([token]) for token in tokens]
+        scores = self.score(roots, rows, picks=picks)  # with what the rows have pending
+        found = []
+        for score in scores:
+            assert score.chosen is not None, "a choice without filters is made by the graph"
+            found.append([Guess(score.chosen.tokens[0], score.chosen.probs[0])])
+        if steps > 1:
+            self.reserve([Job(row, len(self.rows[row].tokens), [], Tree.chain([0] * steps)) for row in rows])
+            links = [
+                Link(guesses[0].token, self.cache.base(row), len(self.rows[row].tokens) + 1, pick)
+                for guesses, row, pick in zip(found, rows, picks, strict=True)
+            ]
+            for guesses, more in zip(found, self._chains.run(links, steps - 1), strict=True):
+                guesses += [Guess(token, prob) for token, prob in more]
+        for row, root, guesses in zip(rows, tokens, found, strict=True):  # the last guess was not fed
+            self.rows[row].tree = Tree.chain([root, *(guess.token for guess in guesses[:-1])])
+            self.rows[row].scored = len(guesses)
+        return found
+
+    def _stage(self, captured: Captured, jobs: Seq[Job]) -> None:
+        """Everything that a pass needs to know, in one copy."""
+        tokens, slots = captured.logits.shape[0], len(captured.host) - captured.logits.shape[0] * COLUMNS
+        packing = lane.pack(jobs, self.cache, tokens, slots // 4)
+        table = captured.host[: tokens * COLUMNS].reshape(COLUMNS, tokens)
+        table[: 3 + lane.WORDS] = np.array(packing.tokens).T
+        table[3 + lane.WORDS :] = 0
+        at = 0
+        for job in jobs:
+            pick, end = job.pick, at + len(job.tokens)
+            if pick is not None and pick.temperature:
+                noise = words(pick.seed, torch.from_numpy(table[1, at:end]) + 1)
+                table[-3:-1, at:end] = noise.numpy().T
+                table[-1, at:end] = np.float64(pick.temperature).view(np.int64)
+            at = end
+        captured.host[tokens * COLUMNS :] = np.array(packing.jobs).reshape(-1)
+        captured.given.copy_(captured.staged, non_blocking=True)
+
+    def _outputs(self, captured: Captured, jobs: Seq[Job]) -> list[Output]:
+        done = torch.cuda.Event()
+        done.record()
+        outputs, at = [], 0
+        for job in jobs:
+            pick = job.pick
+            first, end = at + len(job.pending), at + len(job.tokens)
+            hidden = {tap: states[at:end].clone() for tap, states in captured.recorded.items()}
+            logits, chosen = captured.logits[first:end], None
+            if pick is not None and pick.filters:
+                chosen = self._filtered(logits, pick, [position + 1 for position in job.positions[len(job.pending) :]])
+            elif pick is not None:
+                chosen = Soon(done, captured.read, slice(first, end))
+            outputs.append(Output(logits, hidden, chosen))
+            at = end
+        return outputs
+
+    def _filtered(self, logits: Tensor, pick: Pick, positions: list[int]) -> Chosen:
+        """Choices among what the filters leave: they sort, so they are not part of every graph."""
+        best = logits.amax(-1)
+        kept = logits.float() / pick.temperature
+        for keep in pick.filters:
+            kept = keep(kept)
+        noise = words(pick.seed, torch.tensor(positions, device=self.device))
+        tokens, _, probs = torch.ops.outpace.choose(kept, noise, torch.ones_like(best, dtype=torch.float32))
+        return Chosen(tokens.tolist(), best.tolist(), probs.tolist())
+
+    def _captured(self, size: Size) -> Captured:
+        if self._generation != self.cache.generation:  # the pool moved: graphs read the old one
+            self._graphs.clear()
+            self.graph_memory = torch.cuda.graph_pool_handle()  # the old one went with its last graph
+            self._generation = self.cache.generation
+        if size not in self._graphs:
+            start = time.perf_counter()
+            self._graphs[size] = self._capture(size)
+            self.capture_seconds += time.perf_counter() - start
+            if len(self._graphs) > MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(size)
+        return self._graphs[size]
+
+    @torch.no_grad()
+    def _capture(self, size: Size) -> Captured:
+        count = size.tokens * COLUMNS + size.slots * 4
+        staged = torch.zeros(count, dtype=torch.int64, pin_memory=True)
+        given = torch.zeros(count, dtype=torch.int64, device=self.device)
+        read = torch.zeros(3, size.tokens, dtype=torch.float64, pin_memory=True)
+        run = self._program(size, given)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compile, and let libraries set themselves up
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.graph_memory, capture_error_mode="thread_local"):
+            logits, recorded, chosen = run()
+            read.copy_(chosen, non_blocking=True)
+        return Captured(graph, staged.numpy(), staged, given, logits, recorded, chosen, read)
+
+    def _program(self, size: Size, given: Tensor) -> Callable[[], tuple[Tensor, dict[int, Tensor], Tensor]]:
+        table = given[: size.tokens * COLUMNS].view(COLUMNS, size.tokens)
+        jobs = given[size.tokens * COLUMNS :].view(size.slots, 4)
+        ids, positions, where = table[0], table[1], table[2]
+        bits, noise, temperature = table[3 : 3 + lane.WORDS], table[-3:-1], table[-1]
+
+        def run() -> tuple[Tensor, dict[int, Tensor], Tensor]:
+            lanes = self.lanes(where, jobs, bits.T.contiguous(), positions)
+            with recording(self.quick, size.taps) as recorded:
+                logits = self.quick(
+                    input_ids=ids[None], position_ids=positions[None], past_key_values=self.cache, use_cache=True,
+                    reach=lanes,
+                ).logits[0]  # fmt: skip
+            heat = temperature.view(torch.float64).float()
+            tokens, best, prob = torch.ops.outpace.choose(logits, noise.T.contiguous(), heat)
+            return logits, recorded, torch.stack([tokens.double(), best.double(), prob.double()])
+
+        return run

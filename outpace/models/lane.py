@@ -1,0 +1,93 @@
+"""Lane: what one layer of a compiled pass attends to, as tensors alone: the shape of a pass changes, its code does not.
+
+A pass packs the tokens of several jobs. Each token sees the committed entries of its row, and those entries of this
+pass that its ancestor bits name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from outpace.models.attention import Rule
+from outpace.models.base import Job
+from outpace.models.kernels import attention, choice, cpu, linear  # noqa: F401 (they define the operators)
+from outpace.models.pool import PoolCache
+
+WORDS = 2  # of 64 ancestor bits
+SIGN = 1 << 63
+
+
+class Lane(NamedTuple):
+    """One layer's side of the pool, and who sees what in it."""
+
+    keys: Tensor  # [pool, kv heads, dim]
+    values: Tensor
+    where: Tensor  # [tokens]: entries of the pool that this pass writes
+    jobs: Tensor  # [jobs, 4]: first token, tokens, where its row begins in the pool, committed entries
+    bits: Tensor  # [tokens, WORDS]
+    positions: Tensor  # [tokens]
+    window: int  # 0: none
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """Write the new keys and values, then attend to all at once."""  # out: [1, tokens, heads, dim]
+        self.keys.index_copy_(0, self.where, key[0].transpose(0, 1))
+        self.values.index_copy_(0, self.where, value[0].transpose(0, 1))
+        ops = torch.ops.outpace if query.is_cuda else torch.ops.outpace_cpu
+        seen, options = [self.jobs, self.bits, self.positions], [rule.scaling, float(self.window), rule.softcap or 0.0]
+        return ops.attend(query[0].transpose(0, 1), self.keys, self.values, seen, rule.sinks, options)[None]
+
+
+class Packing(NamedTuple):
+    """The tokens of a pass and where they go, on the host: rows are tokens, then jobs."""
+
+    tokens: list[list[int]]  # [tokens]: id, position, entry of the pool, words of ancestor bits
+    jobs: list[list[int]]
+
+
+def fits(jobs: Seq[Job], windows: Seq[int | None], most: int) -> bool:
+    """Whether a compiled pass of at most `most` tokens can run these: trees, and no window that ends within one."""
+    longest = max(job.end - job.start for job in jobs)
+    return (
+        all(job.tree is not None for job in jobs)
+        and sum(len(job.tokens) for job in jobs) <= most
+        and longest <= 64 * WORDS
+        and all(window is None or window > longest for window in windows)
+    )
+
+
+def pack(jobs: Seq[Job], cache: PoolCache, tokens: int, slots: int) -> Packing:
+    """Jobs as rows of numbers, filled up to `tokens` and `slots`; what only fills up is written to the pool's scrap."""
+    packing = Packing([], [])
+    for job in jobs:
+        base = cache.base(job.row)
+        packing.jobs.append([len(packing.tokens), len(job.tokens), base, job.start])
+        first = base + job.offset
+        bits = _bits(job)
+        for i, (token, position) in enumerate(zip(job.tokens, job.positions, strict=True)):
+            packing.tokens.append([token, position, first + i, *_words(bits[i])])
+    for i in range(len(packing.tokens), tokens):
+        packing.tokens.append([0, 0, i % slots, *_words(1)])
+    packing.jobs.extend([[0, 0, 0, 0]] * (slots - len(jobs)))
+    return packing
+
+
+def _bits(job: Job) -> list[int]:
+    """Of each token of the job: the entries behind the committed ones that it sees, as bits of one number."""
+    fed = len(job.pending)
+    bits = [(1 << (i + 1)) - 1 for i in range(fed)]
+    if job.tree is not None:
+        nodes: list[int] = []
+        for node, parent in enumerate(job.tree.parents):
+            nodes.append((nodes[parent] if parent >= 0 else (1 << fed) - 1) | 1 << (fed + node))
+        bits += nodes[job.since :]
+    return bits
+
+
+def _words(bits: int) -> list[int]:
+    """As signed numbers of 64 bits, lowest first."""
+    words = [bits >> (64 * i) & (2 * SIGN - 1) for i in range(WORDS)]
+    return [word - 2 * SIGN if word >= SIGN else word for word in words]

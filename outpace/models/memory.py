@@ -1,0 +1,56 @@
+"""Memory: what a model and its cache take, and what is there, known before a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the weights, of the cache for some tokens, and what the cache may have."""
+
+    weights: int
+    token: int  # of the cache, for one token
+    tokens: int
+    available: int  # for the whole cache: what it holds now, and what is free
+
+    @property
+    def cache(self) -> int:
+        return self.token * self.tokens
+
+    @property
+    def fits(self) -> bool:
+        return self.cache <= self.available
+
+    def __str__(self) -> str:
+        return (
+            f"{size(self.weights)} of weights and {size(self.cache)} of cache for {self.tokens} tokens "
+            f"({size(self.available)} are there for it)"
+        )
+
+
+def size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def weights(model: nn.Module) -> int:
+    """Bytes of all tensors of a model; those that are shared count once."""
+    held = {tensor.untyped_storage().data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+def free(device: torch.device) -> int:
+    """Bytes that a tensor on this device could still have."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        with open("/proc/meminfo") as lines:
+            found = {name: int(value.split()[0]) * 1024 for name, value in (line.split(":") for line in lines)}
+        return found["MemAvailable"]
+    except (OSError, KeyError, ValueError):  # not Linux: all the memory that the machine has
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

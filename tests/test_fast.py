@@ -1,0 +1,90 @@
+"""Compiled passes give what eager ones give: trees, ragged batches, prompts, windows, sinks, int8; on CPU and GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import outpace
+from outpace.models.fast import FastLM
+from outpace.models.graph import GraphLM
+from outpace.models.hf import PackedLM
+from outpace.models.int8 import Int8Linear, quantize
+from outpace.models.kernels import cpu
+from outpace.tree import Tree
+from tests import tiny_models
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+PROMPTS = [[5, 9, 2, 7] * 4, [1, 2, 3], list(range(20, 60))]
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
+
+
+def fast(kind: str, device: str = "cpu") -> outpace.Model:
+    model = tiny_models.MODELS[kind]().to(device, torch.float32)
+    wrapped = outpace.wrap(model, eager=False)
+    assert isinstance(wrapped.lm, GraphLM if device == "cuda" else FastLM)
+    return wrapped
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "mixtral"])
+def test_every_method_gives_the_tokens_of_eager_plain_decoding(kind: str, device: str) -> None:
+    quick, slow = fast(kind, device), outpace.wrap(tiny_models.MODELS[kind]().to(device, torch.float32), eager=True)
+    assert type(slow.lm) is PackedLM
+    for settings in ({}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}):
+        plain = [r.tokens for r in slow.generate(PROMPTS, method="plain", max_tokens=24, **settings)]
+        for method in ("plain", "recycling", "suffix"):
+            together = quick.generate(PROMPTS, method=method, max_tokens=24, **settings)
+            assert [r.tokens for r in together] == plain
+            alone = [quick.generate(prompt, method=method, max_tokens=24, **settings).tokens for prompt in PROMPTS]
+            assert alone == plain
+
+
+def test_a_cpu_pass_gives_the_same_bits_alone_and_in_a_tree() -> None:
+    lm = fast("llama").lm
+    tokens = [3, 1, 4, 1, 5, 9]
+    tree = Tree.chain(tokens)
+    for i in range(5):
+        tree.add(i, 40 + i)
+    rows = [lm.acquire([]), lm.acquire([])]
+    lm.sync([PROMPTS[2], PROMPTS[2]], rows)
+    at_once = lm.score([tree], rows[:1])[0].logits[: len(tokens)].clone()
+    one_by_one = []
+    for token in tokens:
+        one_by_one.append(lm.score([Tree([token])], rows[1:])[0].logits.clone())
+        lm.keep([[0]], rows[1:])
+    assert torch.equal(at_once, torch.cat(one_by_one))
+
+
+def test_int8_is_a_model_of_its_own() -> None:
+    model = quantize(tiny_models.MODELS["llama"]().float())
+    assert sum(isinstance(module, Int8Linear) for module in model.modules()) > 0
+    quick, slow = outpace.wrap(model, eager=False), outpace.wrap(model, eager=True)
+    assert isinstance(quick.lm, FastLM)
+    plain = slow.generate(PROMPTS, method="plain", max_tokens=24)
+    for method in ("plain", "recycling"):
+        assert [r.tokens for r in quick.generate(PROMPTS, method=method, max_tokens=24)] == [r.tokens for r in plain]
+
+
+def test_a_slice_has_its_own_compiled_passes() -> None:
+    whole = fast("llama").lm
+    assert isinstance(whole, FastLM)
+    part = whole.slice([0])
+    assert isinstance(part, FastLM)
+    eager = PackedLM(whole.model, [0])
+    logits = []
+    for lm in (part, eager):
+        row = lm.acquire([])
+        lm.sync([PROMPTS[2]], [row])
+        logits.append(lm.score([Tree.chain([1, 2, 3])], [row])[0].logits)
+    torch.testing.assert_close(*logits)
+
+
+def test_taps_are_those_of_eager_passes() -> None:
+    quick, slow = fast("llama").lm, outpace.wrap(tiny_models.MODELS["llama"]().float(), eager=True).lm
+    states = []
+    for lm in (quick, slow):
+        row = lm.acquire([], taps=(0, 1, -1))
+        lm.sync([PROMPTS[1]], [row])
+        states.append(lm.score([Tree.chain([1, 2, 3])], [row])[0].hidden)
+    torch.testing.assert_close(*states)
