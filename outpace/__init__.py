@@ -6,8 +6,8 @@ from outpace.dropin import custom_generate
 from outpace.engine import Engine
 from outpace.errors import OutpaceError, RequestFailed, UnsupportedModel, UsageError
 from outpace.loading import load, wrap
-from outpace.policy import POLICIES, Policy
-from outpace.registry import METHODS
+from outpace.policy import Policy
+from outpace.registry import METHODS, POLICIES
 from outpace.sample import Sampling
 from outpace.sequence import Sequence, Step
 from outpace.stats import Stats

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
-from outpace import registry
+from outpace import costs, registry
+from outpace.costs import Costs
 from outpace.drafter import Drafter
 from outpace.engine import Engine, Event
-from outpace.errors import RequestFailed, UsageError, unknown
+from outpace.errors import CacheFull, RequestFailed, UsageError, unknown
+from outpace.goodput import Goodput
 from outpace.grammar import GrammarCompiler
 from outpace.models.base import LM
 from outpace.policy import Policy
@@ -33,7 +35,7 @@ class Request:
     prompt: Prompt
     method: str | Drafter = "auto"  # also "name:option=value,..."
     draft: Model | LM | None = None
-    policy: str | Policy = "fixed"
+    policy: str | Policy | None = None  # None: "auto" for the method "auto", else "fixed"
     verifier: str | Verifier = "match"
     max_tokens: int = 256
     min_tokens: int = 0
@@ -63,7 +65,7 @@ class Request:
         if isinstance(name, str):
             name, spelled = registry.parse(name)
             given = {**spelled, **given, "method": name}
-        optional = set(registry.options(registry.find(name))) if isinstance(name, str) and name != "auto" else set()
+        optional = set(registry.options(registry.find(name))) if isinstance(name, str) else set()
         for key in given:
             if key not in own | sampled | optional:
                 raise unknown("option", key, own | sampled | optional)
@@ -122,7 +124,7 @@ class Stream(Iterator[Piece]):
     def __init__(self, model: Model, requests: list[Request], trace: TraceWriter | None = None):
         # Every request is checked before the first one runs.
         self._seqs = [model.sequence(request, i) for request in requests for i in range(request.n)]
-        self._engine = Engine(model.lm)
+        self._engine = Engine(model.lm, model.max_rows)
         for seq in self._seqs:
             self._engine.submit(seq)
         self._trace = trace
@@ -166,7 +168,9 @@ class Model:
         self.tokenizer = tokenizer
         self.stop_tokens = frozenset(stop_tokens)
         self.name = name
+        self.max_rows = 16  # requests that run at a time; further ones wait
         self._methods: dict[Any, Drafter] = {}  # so that what a method learned serves the next call
+        self._costs: Costs | None = None
         self._compilers: dict[frozenset[int], GrammarCompiler] = {}
 
     def generate(self, prompt: Any, *, trace: str | Path | TraceWriter | None = None, **settings: Any) -> Any:
@@ -219,7 +223,7 @@ class Model:
             sampler=Sampler(request.sampling, build(request.sampling, rules, len(tokens), self.lm.vocab), stream),
             drafter=self.method(request),
             verifier=self._named(request.verifier, registry.verifier),
-            policy=self._named(request.policy, registry.policy),
+            policy=self.policy(request),
             watcher=self._watcher(request),
         )
 
@@ -228,14 +232,30 @@ class Model:
         if isinstance(request.method, Drafter):
             return request.method
         name, options = request.method, dict(request.options)
-        if name == "auto":
-            name = "suffix" if request.draft is None else "draft"
         if request.draft is not None:
             options["draft"] = self._draft(request.draft)
         key = (name, tuple(sorted((k, id(v) if k == "draft" else v) for k, v in options.items())))
         if key not in self._methods:
             self._methods[key] = registry.method(name, **options)
         return self._methods[key]
+
+    def policy(self, request: Request) -> Policy:
+        """The policy of a request: its own, or the one that its method asks for; one that needs costs gets ours."""
+        given = self.method(request).policy if request.policy is None else request.policy
+        policy: Policy = self._named(given, registry.policy)
+        if isinstance(policy, Goodput) and policy.costs is None:
+            policy.costs = self.costs
+        return policy
+
+    @property
+    def costs(self) -> Costs | None:
+        """What a pass takes here, measured on first use; None while there is no room to measure it."""
+        if self._costs is None:
+            try:
+                self._costs = costs.of(self.lm, self.name)
+            except (CacheFull, OutOfMemoryError):
+                return None
+        return self._costs
 
     def _draft(self, draft: Model | LM) -> LM:
         if not isinstance(draft, Model):

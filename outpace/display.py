@@ -12,7 +12,6 @@ from rich.text import Text
 
 from outpace import registry
 from outpace.api import Completion, Stream
-from outpace.policy import POLICIES
 from outpace.verify import VERIFIERS
 
 GUESSED = "green"
@@ -66,7 +65,7 @@ def catalogue() -> dict[str, dict[str, Any]]:
     """Every method, policy and verifier: what it is, whether it keeps the law, its options and their defaults."""
     kinds: dict[str, dict[str, type]] = {
         "methods": {name: registry.find(name) for name in registry.methods()},
-        "policies": dict(POLICIES),
+        "policies": dict(registry.POLICIES),
         "verifiers": dict(VERIFIERS),
     }
     return {

@@ -17,6 +17,8 @@ class Drafter:
 
     name: str = ""  # in the registry
     lossless: ClassVar[bool] = True
+    policy: str = "fixed"  # that it runs under unless told otherwise
+    model_source: str | None = None  # source of the nodes that cost a pass of a model per level; None: there are none
     taps: ClassVar[tuple[int, ...]] = ()  # hidden states of the target that it reads from `seq.hidden`
     shape: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outpace.errors import UsageError
 from outpace.sequence import Sequence, Step
-from outpace.tree import Budget, Signal
+from outpace.tree import Budget, Signal, Tree
 
 TOP = 10  # draft probabilities that are features of the learned policy
 
@@ -48,6 +48,15 @@ class Policy:
     def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         """Whether to draft on after a token at `depth` for which the draft gave `signal`."""
         return True
+
+    @property
+    def looks(self) -> bool:
+        """Whether `proceed` must be asked after every token, so that a draft cannot run on by itself."""
+        return type(self).proceed is not Policy.proceed
+
+    def prune(self, seqs: Seq[Sequence], trees: Seq[Tree], budgets: Seq[Budget], rows: int) -> list[Tree]:
+        """What to verify of the trees of all that run under this policy, in a pass that `rows` requests share."""
+        return [tree.trim(budget) for tree, budget in zip(trees, budgets, strict=True)]
 
     def observe(self, seq: Sequence, step: Step) -> None:
         """Learn from a pass."""
@@ -237,12 +246,3 @@ class Learned(Policy):
         self._new += len(new)
         if self._new >= self.refit_every:
             self._model, self._new = fit(self._seen, epochs=100), 0
-
-
-POLICIES: dict[str, type[Policy]] = {
-    "fixed": Policy,
-    "heuristic": Heuristic,
-    "confidence": Confidence,
-    "entropy": Entropy,
-    "learned": Learned,
-}

@@ -1,4 +1,4 @@
-"""METHODS: every method by name, imported when it is asked for.
+"""METHODS: every method by name, imported when it is asked for; POLICIES by name.
 
 A package of your own adds methods through the entry point group "outpace.methods" (name = "module:Class").
 """
@@ -12,7 +12,8 @@ from typing import Any
 
 from outpace.drafter import Drafter
 from outpace.errors import UsageError, unknown
-from outpace.policy import POLICIES, Policy
+from outpace.goodput import Goodput
+from outpace.policy import Confidence, Entropy, Heuristic, Learned, Policy
 from outpace.verify import VERIFIERS, Verifier
 
 METHODS: dict[str, str] = {
@@ -22,6 +23,16 @@ METHODS: dict[str, str] = {
     "suffix": "outpace.methods.suffix:Suffix",
     "recycling": "outpace.methods.recycling:Recycling",
     "lookahead": "outpace.methods.lookahead:Lookahead",
+    "auto": "outpace.methods.auto:Auto",
+}
+
+POLICIES: dict[str, type[Policy]] = {
+    "fixed": Policy,
+    "heuristic": Heuristic,
+    "confidence": Confidence,
+    "entropy": Entropy,
+    "learned": Learned,
+    "auto": Goodput,
 }
 
 
@@ -41,6 +52,12 @@ def find(name: str) -> type[Drafter]:
 def options(cls: type) -> dict[str, dataclasses.Field[Any]]:
     """The options of a method, policy or verifier: its dataclass fields."""
     return {f.name: f for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else {}
+
+
+def required(cls: type) -> list[str]:
+    """The options that have no default."""
+    missing = dataclasses.MISSING
+    return [f.name for f in options(cls).values() if f.default is missing and f.default_factory is missing]
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
@@ -68,11 +85,7 @@ def build(kind: str, name: str, cls: type, given: dict[str, Any]) -> Any:
     for option in given:
         if option not in known:
             raise unknown(f"option of {kind} {name!r}", option, known)
-    missing = [
-        f.name
-        for f in known.values()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in given
-    ]
+    missing = [name for name in required(cls) if name not in given]
     if missing:
         raise UsageError(f"{kind} {name!r} needs {', '.join(missing)}; pass {missing[0]}=...")
     return cls(**given)

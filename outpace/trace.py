@@ -19,10 +19,10 @@ import torch
 from outpace.engine import Event
 from outpace.errors import OutpaceError
 from outpace.jsonl import read_lines
-from outpace.policy import POLICIES
+from outpace.registry import POLICIES
 from outpace.sequence import Sequence, Step
 from outpace.text import TextStream, Tokenizer
-from outpace.tree import ROOT, Signal, Tree
+from outpace.tree import ROOT, Decision, Signal, Tree
 from outpace.verify import VERIFIERS
 from outpace.version import __version__
 
@@ -58,11 +58,12 @@ class Pass:
     kept: list[int] = field(default_factory=list)  # nodes whose keys and values stayed
     signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
     judged: list[Judged] = field(default_factory=list)
+    decision: Decision | None = None  # why so much was verified, of a policy that weighs it
 
     @property
     def step(self) -> Step:
         """The step as it was, but for the laws that a draft drew from."""
-        tree = Tree(list(self.tokens), list(self.parents), dict(self.signals))
+        tree = Tree(list(self.tokens), list(self.parents), dict(self.signals), decision=self.decision)
         return Step(tree, list(self.path), list(self.committed), list(self.kept))
 
     @classmethod
@@ -72,7 +73,8 @@ class Pass:
             Judged(j["node"], j["choice"], {int(n): p for n, p in j["children"].items()})
             for j in line.pop("judged", [])
         ]
-        return cls(**line, signals=signals, judged=judged)
+        decision = Decision(**line.pop("decision")) if "decision" in line else None
+        return cls(**line, signals=signals, judged=judged, decision=decision)
 
 
 @dataclass
@@ -179,6 +181,8 @@ class TraceWriter:
             line["text"] = seq.watcher.of(count - len(step.tokens), count)
         if tree.signals:
             line["signals"] = {n: [s.prob, s.entropy, list(s.top)] for n, s in tree.signals.items()}
+        if tree.decision is not None:
+            line["decision"] = asdict(tree.decision)
         if self.probs:
             line["judged"] = [asdict(judged) for judged in _judge(event, step)]
         self._write("pass", **line)

@@ -6,7 +6,7 @@ tree (depths, masks, paths) is derived from `tokens` and `parents`, never passed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,15 +31,33 @@ class Budget:
     depth: int
     nodes: int
     width: int = 1
+    levels: int | None = None  # how deep a draft model may be asked, if that is less than `depth`
+
+    @property
+    def asked(self) -> int:
+        """Levels that a draft model drafts."""
+        return self.depth if self.levels is None else min(self.levels, self.depth)
 
     def within(self, depth: int, trees: bool) -> Budget:
         """The same budget, no deeper than `depth`, and a chain where the target cannot score trees."""
         depth = max(0, min(self.depth, depth))
         width = self.width if trees else 1
-        return Budget(depth, min(self.nodes, depth) if width == 1 else self.nodes * (depth > 0), width)
+        nodes = min(self.nodes, depth) if width == 1 else self.nodes * (depth > 0)
+        return Budget(depth, nodes, width, self.levels)
 
 
 OFF = Budget(depth=0, nodes=0)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Why so much of a tree is verified: what a policy that weighs guesses against their price expected."""
+
+    drafted: int  # nodes that were proposed
+    kept: int  # of them, nodes that are verified
+    expected: float  # tokens that the pass commits to this request
+    speedup: float  # of the whole pass, over one without guesses
+    reason: str
 
 
 @dataclass
@@ -51,6 +69,8 @@ class Tree:
     signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
     probs: dict[int, Tensor] = field(default_factory=dict)  # node -> law its children were drawn from, [vocab]
     sources: dict[int, str] = field(default_factory=dict)  # node -> who proposed it, if not simply the drafter
+    chances: dict[int, float] = field(default_factory=dict)  # node -> the drafter's guess at P(right | parent is)
+    decision: Decision | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
@@ -72,7 +92,9 @@ class Tree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int, signal: Signal | None = None, source: str = "") -> int:
+    def add(
+        self, parent: int, token: int, signal: Signal | None = None, source: str = "", chance: float | None = None
+    ) -> int:
         """The child of `parent` that carries `token`, made if it is not there."""
         node = self._children[parent].get(token)
         if node is None:
@@ -85,17 +107,19 @@ class Tree:
                 self.signals[node] = signal
             if source:
                 self.sources[node] = source
+            if chance is not None:
+                self.chances[node] = chance
         return node
 
-    def add_path(self, tokens: Iterable[int], budget: Budget) -> None:
+    def add_path(self, tokens: Iterable[int], budget: Budget, chances: Sequence[float] = ()) -> None:
         """Add a path from the root, as far as the budget goes."""
-        node, depth = ROOT, 0
-        for token in tokens:
+        node = ROOT
+        for depth, token in enumerate(tokens):
             known = self.child(node, token)
             full = len(self) > budget.nodes or len(self._children[node]) >= budget.width
             if depth >= budget.depth or (known is None and full):
                 return
-            node, depth = self.add(node, token), depth + 1
+            node = self.add(node, token, chance=chances[depth] if depth < len(chances) else None)
 
     def child(self, node: int, token: int) -> int | None:
         return self._children[node].get(token)
@@ -146,20 +170,26 @@ class Tree:
 
     def trim(self, budget: Budget) -> Tree:
         """What of the tree fits the budget: the first nodes, shallow enough, at most `width` under each parent."""
-        depths, kept, used = self.depths, {ROOT: ROOT}, [0] * len(self)
+        depths, kept, used = self.depths, {ROOT: None}, [0] * len(self)
         for node in range(1, len(self)):
             parent = self.parents[node]
             if len(kept) > budget.nodes:
                 break
             if parent in kept and depths[node] <= budget.depth and used[parent] < budget.width:
-                kept[node] = len(kept)
+                kept[node] = None
                 used[parent] += 1
-        if len(kept) == len(self):
+        return self.select(kept)
+
+    def select(self, nodes: Collection[int]) -> Tree:
+        """The tree of these nodes alone, in this order: the root first, parents before their children."""
+        if len(nodes) == len(self):
             return self
+        place = {node: i for i, node in enumerate(nodes)}
         return Tree(
-            [self.tokens[n] for n in kept],
-            [-1 if n == ROOT else kept[self.parents[n]] for n in kept],
-            {kept[n]: s for n, s in self.signals.items() if n in kept},
-            {kept[n]: q for n, q in self.probs.items() if n in kept},
-            {kept[n]: s for n, s in self.sources.items() if n in kept},
+            [self.tokens[n] for n in nodes],
+            [-1 if n == ROOT else place[self.parents[n]] for n in nodes],
+            {place[n]: s for n, s in self.signals.items() if n in place},
+            {place[n]: q for n, q in self.probs.items() if n in place},
+            {place[n]: s for n, s in self.sources.items() if n in place},
+            {place[n]: c for n, c in self.chances.items() if n in place},
         )

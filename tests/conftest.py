@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # Triton reads it when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import outpace
 from outpace import registry
 from outpace.api import Model
+from outpace.costs import Costs
 from outpace.models.base import LM
 from outpace.testing import ToyLM
 
@@ -21,6 +27,15 @@ def settings_of(name: str, draft: LM) -> dict[str, Any]:
     """The method by name, with a draft if it takes one: nothing here knows a particular method."""
     needed = {"draft": draft} if "draft" in registry.options(registry.find(name)) else {}
     return {"method": name, **needed}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def costs() -> Iterator[Costs]:
+    """What passes are said to cost: tests do not depend on the clock, and leave nothing in the cache folder."""
+    made_up = Costs(((1, 1.0), (8, 1.3), (64, 4.0)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outpace.costs.of", lambda lm, name="": made_up)
+        yield made_up
 
 
 @pytest.fixture(scope="session")

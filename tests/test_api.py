@@ -83,9 +83,12 @@ def test_draft_with_a_padded_vocabulary(toy: Model) -> None:
         assert toy.generate([1, 2, 3], method="draft", **given).tokens == plain.tokens
 
 
-def test_auto_takes_the_draft_if_there_is_one(toy: Model, toy_draft: LM) -> None:
-    assert toy.generate([1, 2], max_tokens=4).method == "suffix"
-    assert toy.generate([1, 2], draft=toy_draft, max_tokens=4).method == "draft"
+def test_auto_asks_the_draft_if_there_is_one(toy: Model, toy_draft: LM) -> None:
+    assert toy.generate([1, 2], max_tokens=4).method == "auto"
+    pieces = list(toy.stream([1, 2], draft=toy_draft, max_tokens=20))
+    assert any("draft" in piece.step.tree.sources.values() for piece in pieces if piece.step is not None)
+    with pytest.raises(UsageError, match="did you mean 'candidates'"):
+        toy.generate([1, 2], candidate="suffix")
 
 
 def test_a_method_object_and_what_it_learned(toy: Model) -> None:

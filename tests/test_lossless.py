@@ -19,7 +19,12 @@ from outpace.models.base import LM
 from tests.conftest import settings_of
 
 METHODS = [name for name in registry.methods() if registry.find(name).lossless]
-TREES: dict[str, dict[str, Any]] = {"draft": {"width": 3}, "ngram": {"matches": 3}, "suffix": {"width": 3}}
+TREES: dict[str, dict[str, Any]] = {
+    "draft": {"width": 3},
+    "ngram": {"matches": 3},
+    "suffix": {"width": 3},
+    "auto": {"draft": None, "candidates": "ngram+recycling+lookahead"},
+}
 PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5, list(range(40))]
 
 
@@ -95,7 +100,7 @@ def test_smollm2(name: str, setting: str, smollm2: Model, smollm2_draft: LM) -> 
     given = {**SETTINGS[setting], "max_tokens": 32}
     plain = smollm2.generate(TEXTS, method="plain", **given)
     for options in variants(name):
-        batch = smollm2.generate(TEXTS, **settings_of(name, smollm2_draft), **options, **given)
+        batch = smollm2.generate(TEXTS, **(settings_of(name, smollm2_draft) | options), **given)
         assert tokens(batch) == tokens(plain)
         assert [c.text for c in batch] == [c.text for c in plain]
     alone = smollm2.generate(TEXTS[1], **settings_of(name, smollm2_draft), **given)
@@ -113,5 +118,5 @@ def test_smollm2_grammar(name: str, smollm2: Model, smollm2_draft: LM) -> None:
     prompts = [[{"role": "user", "content": f"Describe {city} as JSON."}] for city in ("Paris", "Rome")]
     given = {"json_schema": schema, "max_tokens": 40, "temperature": 0.7, "seed": 1}
     plain = smollm2.generate(prompts, method="plain", **given)
-    method = settings_of(name, smollm2_draft)
-    assert tokens(smollm2.generate(prompts, **method, **TREES.get(name, {}), **given)) == tokens(plain)
+    method = settings_of(name, smollm2_draft) | TREES.get(name, {})
+    assert tokens(smollm2.generate(prompts, **method, **given)) == tokens(plain)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from outpace import Drafter, Model, Sequence, Step, registry
+from outpace import POLICIES, Drafter, Model, Sequence, Step, registry
 from outpace.errors import UsageError
 from outpace.policy import (
-    POLICIES,
     TOP,
     Confidence,
     Entropy,
@@ -418,6 +417,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "confidence": {"threshold": 0.7},
     "entropy": {"floor": 0.6},
     "learned": {"refit_every": 24},
+    "auto": {"margin": 0.0},
 }
 PROMPTS = [[1, 2, 3], [7, 5, 7, 5, 9], [40]]
 SAMPLED: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 11}}

@@ -15,7 +15,7 @@ from outpace import Drafter, Sequence, Step
 from outpace.errors import UsageError
 from outpace.methods.lookahead import Lookahead
 from outpace.methods.ngram import NGram, continuation
-from outpace.methods.recycling import EMPTY, Recycling
+from outpace.methods.recycling import EMPTY, Recycling, likeliest
 from outpace.methods.suffix import COUNTED, NO_MATCH, SEPARATOR, START, Automaton, Suffix
 from outpace.models.base import Scores
 from outpace.policy import Policy
@@ -380,6 +380,38 @@ def test_recycling_learns_which_rank_is_right() -> None:
     tree = drafter.propose(seq, Budget(3, 4, 3))
     first, second = tree.children(ROOT)[:2]
     assert tree.children(second) and not tree.children(first)
+
+
+def test_recycling_counts_ranks_by_its_table_in_a_tree_that_others_changed() -> None:
+    drafter = Recycling(k=3)
+    seq = sequence([0, 1], drafter)
+    scores = Scores(torch.zeros(1, VOCAB).index_fill_(1, torch.tensor(5), 3.0).index_fill_(1, torch.tensor(6), 2.0))
+    drafter.observe(seq, Step(Tree([1]), [0], [5], [0]), scores)
+    before = list(drafter._matched)
+    assert drafter.propose(seq, Budget(1, 3, 3)).tokens[1:3] == [5, 6]
+    merged = Tree([1, 9, 6], [-1, 0, 0])  # another's guess came first, and 5 was not verified
+    drafter.observe(seq, Step(merged, [0, 2], [6, 7], [0, 2]), Scores(torch.zeros(3, VOCAB)))
+    assert [after - b for after, b in zip(drafter._matched, before, strict=True)] == [0, 1, 0]
+    offered = list(drafter._offered)
+    drafter.observe(seq, Step(Tree([1]), [0], [6], [0]), scores)  # it was not asked for this pass
+    assert drafter._offered == offered
+
+
+@given(st.integers(0, 99), st.sampled_from([2048, 2100, 5000]), st.integers(1, 8))
+@settings(steady, max_examples=30)
+def test_the_likeliest_tokens_by_blocks(seed: int, vocab: int, k: int) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(likeliest(logits, k), logits.topk(k).indices)
+
+
+def test_guesses_say_how_likely_they_are() -> None:
+    text = [1, 2, 3, 4, 5, 9, 1, 2, 3]
+    for drafter in (NGram(), Suffix(per_match=2.0)):
+        tree = drafter.propose(sequence(text, drafter), Budget(4, 4))
+        chances = [tree.chances[node] for node in range(1, len(tree))]
+        assert len(chances) == 4 and chances == sorted(chances) and 0.5 < chances[0] < chances[3] < 1
+    short = NGram().propose(sequence([3, 1, 3], NGram()), Budget(1, 1))
+    assert short.chances[1] < 0.3  # one token matched
 
 
 # Lookahead

@@ -17,6 +17,7 @@ from outpace.api import Model, Request
 from outpace.bench.summary import Interval
 from outpace.drafter import Drafter
 from outpace.engine import Engine
+from outpace.errors import UsageError
 from outpace.sample import Sampling
 from outpace.stats import Stats
 from outpace.tree import Budget
@@ -81,7 +82,10 @@ def candidates(methods: Seq[str], drafts: Seq[str]) -> list[Candidate]:
     found = []
     for spec in methods:
         name, options = registry.parse(spec)
-        takes_draft = "draft" in registry.options(registry.find(name))
+        cls = registry.find(name)
+        if cls.policy != Drafter.policy:
+            raise UsageError(f"{name!r} chooses by itself what pays; advise ranks methods that do not")
+        takes_draft = "draft" in registry.options(cls)
         for draft in drafts if takes_draft else [None]:
             drafter = registry.method(name, **options, **({"draft": None} if takes_draft else {}))
             found += [Candidate(spec, policy, draft) for policy in _budgets(drafter.shape)]

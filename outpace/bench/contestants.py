@@ -6,7 +6,7 @@ import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class Spec:
 
 def specs(given: Seq[str], draft: bool) -> list[Spec]:
     """The methods to run, plain first; without names, all that need nothing, and `draft` if there is one."""
-    names = list(given) or [name for name in registry.methods() if _needs(name) <= ({"draft"} if draft else set())]
+    able = {"draft"} if draft else set[str]()
+    names = list(given) or [name for name in registry.methods() if _needs(name) <= able]
     found = [Spec.parse(text) for text in dict.fromkeys([PLAIN, *names])]
     for spec in found:
         known = registry.options(registry.find(spec.name))
@@ -54,9 +55,7 @@ def specs(given: Seq[str], draft: bool) -> list[Spec]:
 
 
 def _needs(name: str) -> set[str]:
-    """Options of a method that have no default."""
-    options = registry.options(registry.find(name)).values()
-    return {f.name for f in options if f.default is MISSING and f.default_factory is MISSING}
+    return set(registry.required(registry.find(name)))
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,8 @@ class Ours(Timed):
 
     def fresh(self) -> None:
         self.drafter = registry.method(self.spec.name, **self.options)
-        self.policy = registry.policy(self.rules.policy.name, **self.rules.policy.options)
+        policy = self.rules.policy or Spec.parse(self.drafter.policy)
+        self.policy = registry.policy(policy.name, **policy.options)
         self.verifier = registry.verifier(self.rules.verifier.name, **self.rules.verifier.options)
 
     def answer(self, prompts: list[list[int]], settings: Settings) -> Answers:
@@ -156,7 +156,7 @@ class Ours(Timed):
 class Rules:
     """What all our methods run under; plain decoding too, so that a rule is compared with itself."""
 
-    policy: Spec = field(default_factory=lambda: Spec.parse("fixed"))
+    policy: Spec | None = None  # None: the one that a method asks for
     verifier: Spec = field(default_factory=lambda: Spec.parse("match"))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from outpace.drafter import Drafter
 from outpace.errors import UsageError
 from outpace.models.base import LM
+from outpace.sample import Pick
 from outpace.sequence import Sequence
 from outpace.tree import ROOT, Budget, Signal, Tree
 
@@ -49,6 +50,7 @@ class Growth:
 class Draft(Drafter):
     """A smaller model with the same vocabulary guesses what comes next."""
 
+    model_source = ""  # all of its nodes, which have no other name than the drafter's
     draft: LM
     depth: int = 5
     nodes: int = 0  # 0: as many as a chain, or a tree of this width, of this depth has
@@ -70,13 +72,36 @@ class Draft(Drafter):
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         growths = [Growth(s, b, Tree([s.tokens[-1]])) for s, b in zip(seqs, budgets, strict=True)]
         # The target may use ids that a draft with a smaller vocabulary does not have; then it cannot follow.
-        active = [growth for growth in growths if max(growth.seq.tokens) < self.draft.vocab]
+        active = [g for g in growths if g.budget.asked and max(g.seq.tokens) < self.draft.vocab]
         self.draft.sync([growth.seq.tokens[:-1] for growth in active], [self._row(growth.seq) for growth in active])
+        chained = self._chained(active)
+        if chained is not None:
+            return [chained.get(id(growth), growth.scored) for growth in growths]
         while active:
             rows, since = [self._row(growth.seq) for growth in active], [growth.since for growth in active]
             scores = self.draft.score([growth.scored for growth in active], rows, since)
             active = [growth for growth, s in zip(active, scores, strict=True) if self._grow(growth, s.logits)]
         return [_final(growth) for growth in growths]
+
+    def _chained(self, growths: Seq[Growth]) -> dict[int, Tree] | None:
+        """Chains that the draft makes by itself, without a look from outside at each of its tokens; None where it
+        cannot, or where a policy wants to look."""
+        picks = [pick for growth in growths if (pick := _own_pick(growth)) is not None]
+        if not growths or len(picks) < len(growths):
+            return None
+        lengths = [min(growth.budget.asked, growth.budget.nodes) for growth in growths]
+        rows, roots = [self._row(growth.seq) for growth in growths], [growth.seq.tokens[-1] for growth in growths]
+        chains = self.draft.chain(rows, roots, max(lengths), picks)
+        if chains is None:
+            return None
+        trees = {}
+        for growth, chain, length in zip(growths, chains, lengths, strict=True):
+            tree = trees[id(growth)] = Tree([growth.seq.tokens[-1]])
+            for depth, guess in enumerate(chain[:length]):
+                if guess.token >= growth.seq.vocab:  # the draft's vocabulary is the larger one
+                    break
+                tree.add(depth, guess.token, Signal(guess.prob, 0.0))
+        return trees
 
     def _row(self, seq: Sequence) -> int:
         return seq.memory(self, lambda: self.draft.acquire(seq.tokens[:-1]))
@@ -98,7 +123,7 @@ class Draft(Drafter):
         frontier = level[:1]
         if seq.verifier.shares_noise:
             frontier = sorted(level, key=lambda c: -c.reach)[: budget.width]
-        if growth.depth >= min(budget.depth, budget.nodes):
+        if growth.depth >= min(budget.asked, budget.nodes):
             return False
         if not seq.policy.proceed(seq, frontier[0].signal, growth.depth):
             return False
@@ -141,6 +166,14 @@ def _final(growth: Growth) -> Tree:
                 place[grown] = node
     tree.probs = {place[node]: law for node, law in growth.scored.probs.items() if node in place}
     return tree
+
+
+def _own_pick(growth: Growth) -> Pick | None:
+    """How the draft may choose by itself: a chain, with the target's noise, that no policy looks at."""
+    seq, pick = growth.seq, growth.seq.sampler.pick
+    if growth.budget.width > 1 or seq.policy.looks or not seq.verifier.shares_noise or pick is None or pick.filters:
+        return None
+    return pick
 
 
 def _fit(logits: Tensor, vocab: int) -> Tensor:

@@ -10,6 +10,9 @@ from outpace.errors import UsageError
 from outpace.sequence import Sequence
 from outpace.tree import Budget, Tree
 
+# How sure it is that the next token follows too, by how many matched.
+TRUST = [1 - 0.75**n for n in range(64)]
+
 
 @dataclass
 class Index:
@@ -43,7 +46,7 @@ class NGram(Drafter):
             for end in reversed(index.ends.get(tuple(seq.tokens[-n:]), ())):
                 if end not in seen and len(seen) < self.matches:
                     seen.add(end)
-                    tree.add_path(continuation(seq.tokens, end, budget.depth), budget)
+                    tree.add_path(continuation(seq.tokens, end, budget.depth), budget, TRUST[n : n + budget.depth])
         return tree
 
     def _index(self, seq: Sequence) -> Index:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +14,9 @@ from outpace.sequence import Sequence, Step
 from outpace.tree import ROOT, Budget, Tree
 
 EMPTY = -1
+BLOCK = 256  # tokens
 
-
-class Guess(NamedTuple):
-    """A child that could be added next; the smallest comes first."""
-
-    cost: float  # minus the chance that it is accepted
-    parent: int
-    rank: int
-    reach: float  # chance that the parent is accepted
-    depth: int
+Rows = dict[int, list[int]]  # token -> its successors when the last tree was read
 
 
 @dataclass(eq=False)
@@ -49,41 +41,60 @@ class Recycling(Drafter):
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         """Grow best-first by the chance of each rank, learned from what was accepted."""
-        table = self._learn_prompt(seq)
+        rows, table = seq.memory(self, lambda: self._learn_prompt(seq)), self._successors(seq)
+        rows.clear()
         weights = [m / o for m, o in zip(self._matched, self._offered, strict=True)]
-        tree = Tree([seq.tokens[-1]])
-        frontier = [Guess(-weights[0], ROOT, 0, 1.0, 1)]
+        tree, ranks = Tree([seq.tokens[-1]]), min(self.k, budget.width)
+        # The likeliest comes first: minus its chance, its parent, its rank there, the parent's chance, its depth.
+        frontier = [(-weights[0], ROOT, 0, 1.0, 1)]
         while frontier and len(tree) <= budget.nodes:
-            guess = heapq.heappop(frontier)
-            token = int(table[tree.tokens[guess.parent], guess.rank])
-            if token == EMPTY:
+            cost, parent, rank, reach, depth = heapq.heappop(frontier)
+            row = rows.get(tree.tokens[parent])
+            if row is None:
+                row = rows[tree.tokens[parent]] = table[tree.tokens[parent]].tolist()
+            if row[rank] == EMPTY:
                 continue
-            node, chance = tree.add(guess.parent, token), guess.reach * weights[guess.rank]
-            if guess.rank + 1 < min(self.k, budget.width):
-                sibling = -guess.reach * weights[guess.rank + 1]
-                heapq.heappush(frontier, Guess(sibling, guess.parent, guess.rank + 1, guess.reach, guess.depth))
-            if guess.depth < budget.depth:
-                heapq.heappush(frontier, Guess(-chance * weights[0], node, 0, chance, guess.depth + 1))
+            node = tree.add(parent, row[rank], chance=weights[rank])
+            if rank + 1 < ranks:
+                heapq.heappush(frontier, (-reach * weights[rank + 1], parent, rank + 1, reach, depth))
+            if depth < budget.depth:
+                heapq.heappush(frontier, (cost * weights[0], node, 0, -cost, depth + 1))
         return tree
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
-        table = self._learn_prompt(seq)
-        for node in step.path:
-            for rank, child in enumerate(step.tree.children(node)[: self.k]):
-                self._offered[rank] += 1
-                self._matched[rank] += child in step.path
+        rows, table = seq.memory(self, lambda: self._learn_prompt(seq)), self._successors(seq)
+        # By the table, not by the tree: others may have put nodes into it, or taken some out.
+        for node, choice in zip(step.path, step.tokens, strict=False):
+            for rank, token in enumerate(rows.get(step.tree.tokens[node], ())):
+                if token != EMPTY:
+                    self._offered[rank] += 1
+                    self._matched[rank] += token == choice
+        rows.clear()
         last = {token: node for node, token in enumerate(step.tree.tokens)}  # a token that stands twice: the last wins
-        successors = scores.logits.topk(self.k).indices.to(table)  # [nodes, k]
+        successors = likeliest(scores.logits, self.k).to(table)  # [nodes, k]
         table[list(last)] = successors[list(last.values())]
 
-    def _learn_prompt(self, seq: Sequence) -> Tensor:
-        """The table; a prompt that is new to it teaches what follows a token that the target was never asked about."""
+    def _successors(self, seq: Sequence) -> Tensor:
         if self._table is None:
             self._table = torch.full((seq.vocab, self.k), EMPTY)
-        learned = seq.memory(self, list[bool])
-        if not learned:
-            learned.append(True)
-            tokens = torch.tensor(seq.tokens)
-            new = self._table[tokens[:-1], 0] == EMPTY
-            self._table[tokens[:-1][new], 0] = tokens[1:][new]
         return self._table
+
+    def _learn_prompt(self, seq: Sequence) -> Rows:
+        """A prompt that is new teaches what follows a token that the target was never asked about."""
+        table, tokens = self._successors(seq), torch.tensor(seq.tokens)
+        new = table[tokens[:-1], 0] == EMPTY
+        table[tokens[:-1][new], 0] = tokens[1:][new]
+        return Rows()
+
+
+def likeliest(logits: Tensor, k: int) -> Tensor:  # [nodes, vocab] -> [nodes, k]
+    """The k best tokens in order. On a CPU by blocks: the best lie in the k blocks with the highest tops."""
+    nodes, vocab = logits.shape
+    if logits.is_cuda or vocab < k * BLOCK:
+        return logits.topk(k).indices
+    if vocab % BLOCK:
+        logits = torch.nn.functional.pad(logits, (0, -vocab % BLOCK), value=-torch.inf)
+    blocks = logits.view(nodes, -1, BLOCK)
+    best = blocks.amax(-1).topk(k).indices  # [nodes, k]
+    found = blocks.gather(1, best[:, :, None].expand(-1, -1, BLOCK)).flatten(1).topk(k).indices
+    return best.gather(1, found // BLOCK) * BLOCK + found % BLOCK

@@ -18,6 +18,7 @@ from outpace.tree import ROOT, Budget, Signal, Tree
 
 START = 0
 SEPARATOR = -1  # between answers of the store: no real token, so nothing is continued across it
+DOUBT = 0.75  # left of the doubt that the next token follows too, for each one that matched
 COUNTED = 64  # suffix links followed per token to count occurrences: longer chains only arise in long repetitions
 
 
@@ -98,6 +99,7 @@ class Guess(NamedTuple):
     parent: int
     depth: int
     token: int
+    share: float  # of those that followed the parent
 
 
 @dataclass
@@ -148,17 +150,18 @@ class Suffix(Drafter):
         def look(state: int, parent: int, chance: float, level: int) -> None:
             total = sum(automaton.count[s] for token, s in automaton.next[state].items() if token != SEPARATOR)
             for token, child in automaton.next[state].items() if level <= depth else ():
-                share = chance * automaton.count[child] / total if total and token != SEPARATOR else 0.0
-                if share >= self.min_chance:
+                share = automaton.count[child] / total if total and token != SEPARATOR else 0.0
+                if chance * share >= self.min_chance:
                     # Of two that are equally frequent the newer state goes first.
-                    heapq.heappush(frontier, Guess(-share, -child, child, parent, level, token))
+                    heapq.heappush(frontier, Guess(-chance * share, -child, child, parent, level, token, share))
 
         look(reader.match.state, ROOT, 1.0, 1)
         while frontier and len(tree) <= budget.nodes:
             guess = heapq.heappop(frontier)
             if len(tree.children(guess.parent)) >= budget.width:
                 continue
-            node = tree.add(guess.parent, guess.token, Signal(-guess.cost, 0.0), reader.source)
+            chance = guess.share * (1 - DOUBT ** (reader.match.length + guess.depth - 1))
+            node = tree.add(guess.parent, guess.token, Signal(-guess.cost, 0.0), reader.source, chance)
             expected -= guess.cost
             look(guess.state, node, -guess.cost, guess.depth + 1)
         return tree, expected

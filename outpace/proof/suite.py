@@ -14,7 +14,7 @@ from outpace.proof.parity import PLAIN, Parity, keeps_seed
 from outpace.proof.plan import Plan, Subject
 from outpace.proof.price import price
 from outpace.proof.records import Check
-from outpace.registry import find, methods, options, parse
+from outpace.registry import find, methods, options, parse, required
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,11 @@ def questions(plan: Plan, subjects: list[Subject], transformers: bool = False) -
 def subjects_of(specs: list[str], draft: Model | None, shared: dict[str, Any]) -> list[Subject]:
     """Methods as "name" or "name:option=value,..."; without any, all that can run with what is there."""
     if not specs:
-        specs = [name for name in methods() if draft is not None or "draft" not in options(find(name))]
+        specs = [name for name in methods() if draft is not None or "draft" not in required(find(name))]
     subjects = []
     for spec in specs:
         name, given = parse(spec)
-        takes_draft = name == "auto" or "draft" in options(find(name))
-        if draft is not None and takes_draft:
+        if draft is not None and "draft" in options(find(name)):
             given["draft"] = draft
         subjects.append(Subject(spec, {"method": name, **shared, **given}))
     return subjects

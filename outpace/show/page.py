@@ -41,6 +41,7 @@ class PassData(TypedDict):
     draft: dict[int, float | None]  # node -> the draft's probability
     target: dict[int, float | None]  # node -> the target's probability
     choices: dict[int, float | None]  # node -> the target's probability of what it chose there
+    decision: str  # what the policy made of the guesses; may be empty
 
 
 class Proposer(TypedDict):
@@ -194,7 +195,16 @@ def _pass(record: Pass, words: Words) -> PassData:
         draft={node: _short(signal.prob) for node, signal in record.signals.items()},
         target={node: _short(prob) for judged in record.judged for node, prob in judged.children.items()},
         choices={judged.node: _short(judged.choice) for judged in record.judged},
+        decision=_decision(record),
     )
+
+
+def _decision(record: Pass) -> str:
+    made = record.decision
+    if made is None:
+        return ""
+    figures = f"{made.kept} of {made.drafted} verified, {made.expected:.2f} tokens expected, x {made.speedup:.2f}"
+    return f"{made.reason} ({figures})"
 
 
 def _stats(request: RequestTrace) -> Stats:

@@ -1,0 +1,238 @@
+"""Goodput: the policy "auto". Verify the guesses that are worth their price on this machine, and none if none is.
+
+Every guess has a chance to be accepted, learned from what the text turned out to be (`calibration`), and every pass a
+price by its size (`costs`, `meter`). Of the guesses of all requests of a batch the likeliest are taken, so many that
+tokens per second come out highest. What was proposed and not verified teaches as well, so being off costs next to
+nothing; only a draft model has to be asked to be known, and is asked rarely while it does not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+
+from outpace.calibration import LEVELS, Calibrator, Memory, Proposal, kind
+from outpace.costs import Costs
+from outpace.errors import UsageError
+from outpace.meter import Meter, Watch
+from outpace.policy import Policy
+from outpace.pool import RESTING, Pass, Plan, likeliest
+from outpace.sequence import Sequence, Step
+from outpace.tree import OFF, ROOT, Budget, Signal, Tree
+
+POOL = 128  # guesses that all requests of a pass may propose together
+LEAST_NODES = 8  # of one of them
+SHADOWS = 4  # proposals of a request that wait for their judgement
+IDLE = 0.005  # share of a pass that asking may cost while nothing is worth verifying
+LONGEST_REST = 32  # passes
+PROBING = 0.01  # share of all time that asking a draft model may cost while it does not pay
+FIRST_WAIT = 16  # tokens until a draft model that did not pay is asked again; twice as many each time
+PROBE = 2  # levels
+GUESSED_LEVEL = 0.2  # passes of the target that a level of a draft costs, before it was measured
+FOLLOW, FOLLOW_ALL = 0.15, 0.02  # weight of the newest pass in an average of a request, and of all
+
+
+@dataclass
+class State(Memory):
+    """What is remembered of one request."""
+
+    rest: int = 0  # passes until the drafter is asked again
+    pause: int = 0  # passes of the last rest
+    worth: float | None = None  # seconds that asking saves, on average
+    alone: float = 1.0  # speed-up without the draft model, on average
+    wait: int = FIRST_WAIT
+    asked_at: int | None = None  # tokens there were when the draft model was last asked
+    probing: bool = False
+    drafted: bool = False  # the draft model has read the prompt
+    reach: float = 1.0  # chance that all that the draft model drafted for this pass is accepted
+    tokens: float = 1.0  # that this pass is expected to commit by it
+
+
+@dataclass
+class Goodput(Policy):
+    """What pays by measured cost: the likeliest guesses of the whole batch, as many as make it fastest, or none."""
+
+    costs: Costs | None = None  # of the target; a `Model` gives its own. Without them: the drafter's own budget
+    margin: float = 0.01  # a speed-up that is too small to be believed
+    _calibrator: Calibrator = field(default_factory=Calibrator, init=False, repr=False)
+    _measured: Meter | None = field(default=None, init=False, repr=False)
+    _worth: float | None = field(default=None, init=False, repr=False)  # the same, of all requests
+    _rows: int = field(default=1, init=False, repr=False)  # requests in the last pass
+    _probed: float = field(default=0.0, init=False, repr=False)  # seconds
+    _unseen: bool = field(default=False, init=False, repr=False)  # the draft model runs on without asking `proceed`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.margin < 1:
+            raise UsageError(f"margin={self.margin} is out of range")
+
+    @property
+    def _meter(self) -> Meter:
+        if self._measured is None:
+            assert self.costs is not None, "decisions need costs"
+            self._measured = Meter(self.costs)
+        return self._measured
+
+    @property
+    def looks(self) -> bool:
+        """A draft that is faster by itself may be: then its depth is decided before."""
+        return False
+
+    # Before drafting
+
+    def budget(self, seq: Sequence) -> Budget:
+        base = super().budget(seq)
+        if self.costs is None or not base.depth:
+            return base
+        state = seq.memory(self, State)
+        nodes, source = max(LEAST_NODES, POOL // self._rows), seq.drafter.model_source
+        if source is not None:
+            depth = max(base.depth, LEVELS) if self.depth is None else base.depth
+            levels = self._levels(seq, state, source, depth)
+            if levels:
+                nodes = max(min(base.nodes, nodes), depth) if self.nodes is None else base.nodes
+                return Budget(depth, nodes, base.width, levels)
+        if state.rest > 0:
+            state.rest -= 1
+            return OFF
+        return Budget(base.depth, min(base.nodes, nodes), base.width, None if source is None else 0)
+
+    def _levels(self, seq: Sequence, state: State, source: str, most: int) -> int:
+        """How deep to ask the draft model: as deep as it goes if it pays, a little if it is time to try again."""
+        price, rows = self._meter.prices(self._rows, len(seq.tokens)), self._rows
+        plain, level = price(0), self._level(price)
+        reach, tokens, best, deepest = 1.0, 1.0, 0.0, 0
+        for depth in range(1, most + 1):
+            reach *= state.level(self._calibrator, source, depth)
+            tokens += reach
+            speedup = tokens * plain / (price(rows * depth) + depth * level + self._asking)
+            best, deepest = max((best, deepest), (speedup, depth))
+        state.reach, state.tokens, state.probing = 1.0, 1.0, False
+        if best > max(1.0, state.alone) * (1 + self.margin):
+            state.wait, state.asked_at = FIRST_WAIT, len(seq.tokens)
+            return deepest if self._unseen else most
+        if state.asked_at is None:
+            state.asked_at = len(seq.tokens)
+        cost = (PROBE + 1) * level + price(rows * PROBE) - plain  # one more to read what it has missed
+        waited = len(seq.tokens) - state.asked_at >= state.wait
+        if not waited or self._probed + cost > PROBING * self._meter.elapsed:
+            return 0
+        self._probed += cost
+        state.wait, state.asked_at, state.probing = 2 * state.wait, len(seq.tokens), True
+        return min(PROBE, most)
+
+    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+        """Draft on while the next token is worth more per second than what there is so far."""
+        source = seq.drafter.model_source
+        if self.costs is None or source is None:
+            return True
+        state, rows, self._unseen = seq.memory(self, State), self._rows, False
+        seen = self._calibrator.chance(kind(source, signal.prob, depth))
+        state.reach *= state.of(source).chance(seen)
+        state.tokens += state.reach
+        price = self._meter.prices(rows, len(seq.tokens))
+        now, then = (price(rows * d) + d * self._level(price) for d in (depth, depth + 1))
+        gain = state.reach * state.level(self._calibrator, source, depth + 1)
+        return state.probing or gain * (now + self._asking) >= state.tokens * (then - now)
+
+    @property
+    def _asking(self) -> float:
+        return self._rows * self._meter.asking.get(0.0)
+
+    def _level(self, price: Callable[[int], float]) -> float:
+        return self._meter.level.get(GUESSED_LEVEL * price(0))
+
+    # After drafting
+
+    def prune(self, seqs: Seq[Sequence], trees: Seq[Tree], budgets: Seq[Budget], rows: int) -> list[Tree]:
+        if self.costs is None:
+            return super().prune(seqs, trees, budgets, rows)
+        self._rows, meter = rows, self._meter
+        meter.read()
+        context = sum(len(seq.tokens) for seq in seqs) // len(seqs)
+        if budgets.count(OFF) == len(seqs):
+            meter.start(Watch(seqs[0], 0, 0, rows if len(seqs) == rows else 0), rows, context)
+            for tree in trees:
+                tree.decision = RESTING
+            return list(trees)
+        plans = [self._plan(*given) for given in zip(seqs, trees, budgets, strict=True)]
+        asked, levels = sum(plan.asked for plan in plans), max(plan.levels for plan in plans)
+        # Rows of a batch end at different times, so what some of them gain shortens the whole by less.
+        offer = Pass(rows, meter.prices(rows, context), self.margin * min(rows, 4))
+        speedup = self._decide(offer, plans, asked * meter.asking.get(0.0), levels) if asked else 1.0
+        tokens, known = sum(len(plan.kept) for plan in plans), not any(plan.fresh for plan in plans)
+        alone = known and len(plans) == rows  # else there is more in the pass than was planned here
+        meter.start(Watch(seqs[0], asked * known, levels * known, tokens * alone), rows, context)
+        return [plan.verified(speedup) for plan in plans]
+
+    def _decide(self, offer: Pass, plans: list[Plan], asking: float, levels: int) -> float:
+        """Choose what is kept, and what this says about asking again; gives the expected speed-up."""
+        order = likeliest(plans)
+        forced = [plan.reach[node] for plan in plans for node in plan.kept if node != ROOT]
+        choice = alone = offer.choose(order, asking + levels * self._level(offer.seconds), forced)
+        if levels:
+            alone = offer.choose([g for g in order if plans[g.plan].alone[g.node]], asking)
+        for guess in order[: choice.taken]:
+            plans[guess.plan].kept.append(guess.node)
+        self._settle(offer, plans, alone.speedup)
+        return choice.speedup
+
+    def _plan(self, seq: Sequence, tree: Tree, budget: Budget) -> Plan:
+        """Estimate every node, and remember the whole tree: the text will tell what was right."""
+        state, source = seq.memory(self, State), seq.drafter.model_source
+        # Tokens that were drawn may not be dropped for what they are, or the law would change.
+        tree = tree.trim(budget) if tree.probs else tree
+        plan, proposal = Plan(seq, tree, budget, probing=state.probing), Proposal(tree, [("", 0, 0)], [1.0])
+        depths, reach, known = plan.depths, plan.reach, self._calibrator.chance
+        for node in range(1, len(tree)):
+            parent, who = tree.parents[node], tree.sources.get(node, "")
+            depths.append(depths[parent] + 1)
+            own = kind(who, _said(tree, node), depths[node])
+            chance = known(own)
+            proposal.kinds.append(own)
+            proposal.chances.append(chance)
+            reach.append(reach[parent] * state.of(who).chance(chance))
+            plan.alone.append(plan.alone[parent] and who != source)
+        if tree.probs:
+            plan.kept = list(range(len(tree)))
+        if source is not None:
+            plan.levels = max((plan.depths[node] for node in tree.signals), default=0)
+            self._unseen = self._unseen or (plan.levels > 1 and state.tokens == 1.0)
+        plan.fresh = seq.stats.passes == 0 or (plan.levels > 0 and not state.drafted)
+        state.drafted = state.drafted or plan.levels > 0
+        state.add(proposal, SHADOWS)
+        return plan
+
+    def _settle(self, offer: Pass, plans: list[Plan], alone: float) -> None:
+        """What this proposal was worth decides when the drafter is asked again."""
+        plain, asking = offer.seconds(0), self._meter.asking.get(0.0)
+        guesses = sum(len(plan.kept) - 1 for plan in plans)
+        extra = (offer.seconds(guesses) - plain) / max(guesses, 1)  # seconds of a guess
+        longest = min(LONGEST_REST, int(offer.rows * asking / (IDLE * plain)))
+        for plan in plans:
+            state = plan.seq.memory(self, State)
+            if not plan.asked:
+                continue
+            saved = (plan.expected - 1) * plain / offer.rows - (len(plan.kept) - 1) * extra
+            if state.worth is None:
+                state.worth = self._worth if self._worth is not None else 2 * asking
+            state.worth += FOLLOW * (saved - state.worth)
+            self._worth = state.worth if self._worth is None else self._worth + FOLLOW_ALL * (saved - self._worth)
+            state.alone += FOLLOW * (alone - state.alone)
+            pays = max(saved, state.worth) > asking
+            state.pause = 0 if pays else min(longest, 2 * state.pause + 1)
+            state.rest = state.pause
+
+    def observe(self, seq: Sequence, step: Step) -> None:
+        if self.costs is not None:
+            state = seq.memory(self, State)
+            for token in step.tokens:
+                state.judge(token, self._calibrator, seq.drafter.model_source)
+
+
+def _said(tree: Tree, node: int) -> float | None:
+    """What the drafter itself thinks of a node."""
+    chance = tree.chances.get(node)
+    if chance is None and node in tree.signals:
+        return tree.signals[node].prob
+    return chance

@@ -1,0 +1,106 @@
+"""Auto: several methods guess, their trees become one, and the policy "auto" verifies what of it pays.
+
+What is guessed is larger than what is verified. A draft model is one of those who guess, as deep as the budget's
+`levels` allow: the only one whose guesses cost passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from outpace import registry
+from outpace.drafter import Drafter
+from outpace.errors import UsageError
+from outpace.models.base import LM, Scores
+from outpace.sequence import Sequence, Step
+from outpace.tree import ROOT, Budget, Tree
+
+# Retrieval that will be pruned may guess more freely than retrieval that is verified as it is.
+FREER: dict[str, dict[str, Any]] = {
+    "suffix": {"per_match": 4.0},
+    "recycling": {"nodes": 20, "depth": 5},
+}
+
+
+@dataclass(eq=False)
+class Auto(Drafter):
+    """The guesses of several methods as one tree, of which the policy `auto` verifies what pays."""
+
+    policy = "auto"
+    draft: LM | None = None
+    candidates: str = "suffix+recycling"  # methods that need no model
+    _parts: list[Drafter] = field(init=False, repr=False)
+    _shapes: list[Budget] = field(init=False, repr=False)
+    _model: Drafter | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        names = [name.strip() for name in self.candidates.split("+") if name.strip()]
+        wrong = [name for name in names if name == "auto" or registry.required(registry.find(name))]
+        if wrong:
+            raise UsageError(f"{wrong[0]!r} cannot be a candidate of auto: it takes methods that need nothing")
+        self._parts = [registry.method(name, **FREER.get(name, {})) for name in names]
+        self._shapes = [part.shape for part in self._parts]
+        self.shape = Budget(
+            max((shape.depth for shape in self._shapes), default=8),
+            sum(shape.nodes for shape in self._shapes) or 8,
+            max((shape.width for shape in self._shapes), default=1),
+        )
+        self._model = None if self.draft is None else registry.method("draft", draft=self.draft)
+
+    @property
+    def model_source(self) -> str | None:  # type: ignore[override]
+        return None if self._model is None else self._model.name
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        return self.propose_batch([seq], [budget])[0]
+
+    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
+        trees = [self._retrieve(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        asked = [i for i, budget in enumerate(budgets) if self._model is not None and budget.asked]
+        if self._model is not None and asked:
+            alike = [replace(budgets[i], width=self._model.shape.width) for i in asked]
+            drafted = self._model.propose_batch([seqs[i] for i in asked], alike)
+            for i, tree in zip(asked, drafted, strict=True):
+                # Guesses that were drawn from a law may stand beside no others.
+                trees[i] = tree if tree.probs else merge(trees[i], tree, self._model.name)
+        return trees
+
+    def _retrieve(self, seq: Sequence, budget: Budget) -> Tree:
+        seq.memory(self, list[bool])[:] = [True]
+        tree = Tree([seq.tokens[-1]])
+        for part, shape in zip(self._parts, self._shapes, strict=True):
+            own = Budget(min(budget.depth, shape.depth), min(budget.nodes, shape.nodes), min(budget.width, shape.width))
+            merge(tree, part.propose(seq, own), part.name)
+            tree.signals.clear()  # only a draft model's are left, so that they tell which nodes are its
+        return tree
+
+    def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
+        """Learn, unless nobody was asked: while guessing is off it should cost nothing."""
+        asked = seq.memory(self, list[bool])
+        if asked and asked.pop():
+            for part in self._parts:
+                part.observe(seq, step, scores)
+
+    def close(self, seq: Sequence) -> None:
+        for part in (*self._parts, *([] if self._model is None else [self._model])):
+            part.close(seq)
+
+
+def merge(tree: Tree, other: Tree, source: str) -> Tree:
+    """Add what `other` has; where two agree the first stays named, and both together are surer than each."""
+    place = [ROOT]
+    for node in range(1, len(other)):
+        parent, signal = place[other.parents[node]], other.signals.get(node)
+        chance = other.chances.get(node, None if signal is None else signal.prob)
+        known = tree.child(parent, other.tokens[node])
+        if known is None:
+            known = tree.add(parent, other.tokens[node], signal, other.sources.get(node, source), chance)
+        else:
+            if signal is not None:
+                tree.signals[known] = signal
+            if chance is not None:
+                tree.chances[known] = 1 - (1 - tree.chances.get(known, 0.0)) * (1 - chance)
+        place.append(known)
+    return tree
