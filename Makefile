@@ -26,5 +26,5 @@ check: .venv/ready
 	$(BIN)/mypy
 
 bench: .venv/ready
-	$(BIN)/outpace bench --dtype float32 --device cpu -m ngram -m suffix -m recycling:nodes=8 -m recycling -m lookahead \
-		--limit 2 --max-tokens 24 --rounds 2 --output build/bench --update docs/benchmarks.md#cpu
+	$(BIN)/outpace bench --dtype float32 --device cpu -m auto -m suffix -m recycling:nodes=8 -m ngram \
+		--limit 2 --max-tokens 32 --rounds 2 --output build/bench --update docs/benchmarks.md#cpu

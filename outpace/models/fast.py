@@ -55,7 +55,7 @@ class FastLM(PackedLM):
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever the compiler stumbles over, the eager passes are there
-                problem = f"{type(error).__name__}: {error}"
+                problem = reason(error)
             fast.compile_seconds = time.perf_counter() - start
             if problem is None:
                 return fast
@@ -81,7 +81,7 @@ class FastLM(PackedLM):
         for i in range(3):
             tree.add(i, (tokens[i] + 1) % self.vocab)
         results = []
-        for forward in (super().forward, self.forward):
+        for forward in (super().forward, self.quickly):
             row = self.acquire([])
             self.sync([tokens[:4]], [row])
             job = Job(row, 0, tokens[:4], tree)
@@ -106,6 +106,17 @@ class FastLM(PackedLM):
     def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
         if not lane.fits(jobs, self.windows, self.most_tokens):
             return super().forward(jobs, taps)
+        try:
+            return self.quickly(jobs, taps)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a size that the compiler cannot do: what it wrote, the eager pass overwrites
+            logger.warning("%s runs eagerly from now on: %s", type(self.model).__name__, reason(error))
+            self.most_tokens = 0
+            return super().forward(jobs, taps)
+
+    def quickly(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        """A compiled pass."""
         nodes, at = list[int](), 0
         for job in jobs:
             nodes.extend(range(at + len(job.pending), at + len(job.tokens)))
@@ -134,3 +145,8 @@ class FastLM(PackedLM):
     def lanes(self, where: Tensor, jobs: Tensor, bits: Tensor, positions: Tensor) -> tuple[Lane, ...]:
         sides = zip(self.cache.sides, self.windows, strict=True)
         return tuple(Lane(keys, values, where, jobs, bits, positions, window or 0) for (keys, values), window in sides)
+
+
+def reason(error: Exception) -> str:
+    """One line of it: a compiler says more."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

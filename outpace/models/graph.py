@@ -108,15 +108,15 @@ class GraphLM(FastLM):
             return f"there are no kernels for {packed.model.dtype}"
         return None
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
-        if not lane.fits(jobs, self.windows, self.most_tokens):
-            return PackedLM.forward(self, jobs, taps)
+    def quickly(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
         captured = self._captured(Size.of(sum(len(job.tokens) for job in jobs), len(jobs), taps))
         self._stage(captured, jobs)
         captured.graph.replay()
         return self._outputs(captured, jobs)
 
-    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]]:
+    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
+        if not self.most_tokens:  # compiled passes were given up
+            return None
         steps = min(steps, MOST_STEPS)
         roots = [Tree([token]) for token in tokens]
         scores = self.score(roots, rows, picks=picks)  # with what the rows have pending
