@@ -115,7 +115,7 @@ class GraphLM(FastLM):
         return self._outputs(captured, jobs)
 
     def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
-        if not self.most_tokens:  # compiled passes were given up
+        if not self.most_tokens or len(rows) > lane.MOST_JOBS:  # given up, or too many for a compiled pass
             return None
         steps = min(steps, MOST_STEPS)
         roots = [Tree([token]) for token in tokens]
