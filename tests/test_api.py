@@ -91,9 +91,9 @@ def test_auto_asks_the_draft_if_there_is_one() -> None:
             self.times += 1
             return super().forward(jobs, taps)
 
-    model, draft = Model(ToyLM()), Asked(layers=1)  # a model of its own: nothing is known of the draft yet
-    assert model.generate([1, 2], max_tokens=4).method == "auto"
+    model, draft = Model(ToyLM()), Asked(layers=1)  # a model of its own: nothing is known yet, so it is tried
     assert model.generate([1, 2], draft=draft, max_tokens=4).method == "auto" and draft.times > 0
+    assert model.generate([1, 2], max_tokens=4).method == "auto"
     with pytest.raises(UsageError, match="did you mean 'candidates'"):
         model.generate([1, 2], candidate="suffix")
 

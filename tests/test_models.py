@@ -95,7 +95,7 @@ def test_every_lossless_method_equals_plain_decoding(name: str, temperature: flo
             continue
         widths = [1, 3] if ours.lm.trees else [1]
         drafts = [dict(draft=drafting(name), depth=3, width=width) for width in widths]
-        for options in drafts if "draft" in registry.options(cls) else [{}]:
+        for options in drafts if "draft" in registry.required(cls) else [{}]:
             found = ours.generate(PROMPTS, method=method, **options, **settings)
             assert tokens(found) == plain, (method, options)
             if options:

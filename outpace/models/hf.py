@@ -105,8 +105,8 @@ class PackedLM(SlotLM):
         assert found is not None, "`fitting` was not asked"
         self.model = model
         self.layers = list(layers) if layers is not None else list(range(len(found)))
-        self.windows = [found[i] for i in self.layers]
         self.view = view(model, layers)
+        self.windows = [found[i] for i in self.layers]
         self.view.config._attn_implementation = attention.NAME
         self.vocab: int = text.vocab_size
         self.context: int = context_length(model.config)
