@@ -124,7 +124,7 @@ class Stream(Iterator[Piece]):
     def __init__(self, model: Model, requests: list[Request], trace: TraceWriter | None = None):
         # Every request is checked before the first one runs.
         self._seqs = [model.sequence(request, i) for request in requests for i in range(request.n)]
-        self._engine = Engine(model.lm, model.max_rows)
+        self._engine = Engine(model.lm, model.max_rows, overlap=trace is None)
         for seq in self._seqs:
             self._engine.submit(seq)
         self._trace = trace

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ class Event:
 
     seq: Sequence
     step: Step | None = None
-    scores: Scores | None = None  # of the nodes of the step's tree
+    scores: Scores | None = None  # of the nodes of the step's tree; an engine that overlaps has none to show
     seconds: dict[str, float] = field(default_factory=dict)  # of the whole pass: prefill, draft, score, verify, keep
     rows: int = 1  # requests that shared the pass
 
@@ -48,9 +48,12 @@ class Flight(NamedTuple):
 class Engine:
     """Requests go in through `submit`; each `step` is one pass of the target over all that run."""
 
-    def __init__(self, target: LM, max_rows: int = 16):
+    def __init__(self, target: LM, max_rows: int = 16, overlap: bool = True):
         self.target = target
         self.max_rows = max_rows
+        # What is done with the last pass is done while the next one runs, if the target can; that one writes its
+        # scores where the last one's were.
+        self.overlap = overlap and target.asynchronous
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.full = False  # memory ran out: nobody is let in before somebody leaves
@@ -72,9 +75,9 @@ class Engine:
         try:
             while self.waiting or self.running:
                 flight = self._begin()
-                if self.target.asynchronous:  # what is done with the last pass is done while the next one runs
+                if self.overlap:
                     yield from events
-                    events = self._end(flight)
+                    events = [replace(event, scores=None) for event in self._end(flight)]
                 else:
                     yield from self._end(flight)
             yield from events

@@ -71,7 +71,7 @@ def test_a_drafter_that_learns_from_rejected_nodes_is_replayed_nearly(name: str,
     for prompt in PROMPTS:
         passes += toy.generate(prompt, method=drafter, max_tokens=24).stats.passes
     assert found.stats.tokens == 24 * len(PROMPTS)
-    assert found.stats.passes == pytest.approx(passes, rel=0.35)
+    assert found.stats.passes == pytest.approx(passes, rel=0.25)
 
 
 def test_a_recording_holds_what_was_likely(toy: Model) -> None:

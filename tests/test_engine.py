@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from outpace.engine import Engine
 from outpace.errors import RequestFailed, UsageError
 from outpace.models.base import LM, Job, Output, Scores
 from outpace.testing import ToyLM
+from outpace.trace import TraceWriter, read
 from outpace.tree import Tree
 from tests.conftest import settings_of
 
@@ -39,6 +42,59 @@ class Cramped(ToyLM):
         if sum(map(len, trees)) > self.most:
             raise torch.OutOfMemoryError("a pass too large")
         return super().score(trees, rows, since)
+
+
+class Overlapping(ToyLM):
+    """Returns its scores in memory that the next pass will write, as a graph on a device does."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory_of_scores = torch.zeros(512, self.vocab, dtype=torch.float64)
+
+    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        outputs, end = list[Output](), 0
+        for output in super().forward(jobs, taps):
+            if output.logits is not None:
+                start, end = end, end + len(output.logits)
+                output = replace(output, logits=self.memory_of_scores[start:end].copy_(output.logits))
+            outputs.append(output)
+        return outputs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", ["plain", "draft", "recycling", "suffix", "auto"])
+def test_work_on_the_last_pass_while_the_next_one_runs(
+    method: str, temperature: float, toy: Model, toy_draft: LM, tmp_path: Path
+) -> None:
+    late = Model(Overlapping())
+    late.max_rows = 2
+    settings = {**settings_of(method, toy_draft), "temperature": temperature, "max_tokens": 20}
+    expected = [c.tokens for c in toy.generate(PROMPTS, method="plain", temperature=temperature, max_tokens=20)]
+    pieces = list(late.stream(PROMPTS, **settings))
+    assert [[t for p in pieces if p.index == i for t in p.tokens] for i in range(3)] == expected
+    assert sorted(p.index for p in pieces if p.completion is not None) == [0, 1, 2]
+
+    engine = Engine(late.lm)
+    seqs = [late.sequence(Request.of(prompt, settings)) for prompt in PROMPTS]
+    for seq in seqs:
+        engine.submit(seq)
+    for event in engine.run():  # while the next pass is on its way
+        assert event.scores is None
+        if event.seq is seqs[0] and len(event.seq.generated) >= 5:
+            engine.cancel(seqs[0])
+    assert [seq.generated for seq in seqs[1:]] == expected[1:]
+    assert 5 <= len(seqs[0].generated) < 20 and seqs[0].generated == expected[0][: len(seqs[0].generated)]
+    assert not any(row.busy for row in late.lm.rows)  # type: ignore[attr-defined]
+
+    probabilities = []
+    for model in (late, toy):
+        path = tmp_path / f"{model is toy}.jsonl"
+        with TraceWriter(path, probs=True) as writer:
+            model.generate(PROMPTS[0], trace=writer, **settings)
+        probabilities.append([judged.choice for p in read(path).requests[0].passes for judged in p.judged])
+    assert probabilities[0] == probabilities[1]
 
 
 def test_rows_join_and_leave(toy: Model, toy_draft: LM) -> None:

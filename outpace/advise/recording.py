@@ -1,7 +1,7 @@
 """Recording: the target's own answers, once, and what it held likely after each token of them and beside them.
 
 Drafters that learn from rejected nodes need to know what the target says where its answer does not go. So the answers
-are recorded with a drafter that guesses broadly; being lossless, it does not change them.
+are recorded with drafters that guess broadly; being lossless, they do not change them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outpace.registry import method
 from outpace.sample import Sampling
 from outpace.tree import Tree
 
-EXPLORER = "recycling"
+EXPLORERS = "lookahead+recycling"  # they guess broadly, and each in its own way
 TOP = 16  # likeliest successors that are kept of each place; drafters that learn from scores read these
 
 # A place: how many tokens of the answer come before it, then tokens that leave the answer there.
@@ -48,11 +48,11 @@ def record(
     model: Model, prompts: list[list[int]], max_tokens: int, sampling: Sampling, done: Callable[[], object]
 ) -> list[Recording]:
     """Plain decoding's answers to all prompts; `done` is called after each answer."""
-    engine = Engine(model.lm, max_rows=1)  # one after the other, as a drafter that learns will see them
-    drafter = method(EXPLORER if model.lm.trees else "plain")
+    engine = Engine(model.lm, max_rows=1, overlap=False)  # one after the other, as a drafter that learns will see them
+    drafter = method("auto", candidates=EXPLORERS) if model.lm.trees else method("plain")
     found = {}
     for prompt in prompts:
-        seq = model.sequence(Request(prompt, drafter, max_tokens=max_tokens, sampling=sampling))
+        seq = model.sequence(Request(prompt, drafter, policy="fixed", max_tokens=max_tokens, sampling=sampling))
         found[seq.id] = Recording(prompt)
         engine.submit(seq)
     for event in engine.run():
