@@ -8,21 +8,23 @@ import torch
 import outpace
 from outpace.models.fast import FastLM
 from outpace.models.graph import GraphLM
+from outpace.models.halves import linear
 from outpace.models.hf import PackedLM
 from outpace.models.int8 import Int8Linear, quantize
 from outpace.models.kernels import cpu
+from outpace.models.memory import weights
 from outpace.tree import Tree
 from tests import tiny_models
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 PROMPTS = [[5, 9, 2, 7] * 4, [1, 2, 3], list(range(20, 60))]
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
 
 
 def fast(kind: str, device: str = "cpu") -> outpace.Model:
     model = tiny_models.MODELS[kind]().to(device, torch.float32)
     wrapped = outpace.wrap(model, eager=False)
-    if kind != "mixtral":  # experts may be more than a graph can hold
+    if (kind, device) != ("mixtral", "cuda"):  # experts may be more than a graph can hold
         assert isinstance(wrapped.lm, GraphLM if device == "cuda" else FastLM)
     return wrapped
 
@@ -54,6 +56,22 @@ def test_a_cpu_pass_gives_the_same_bits_alone_and_in_a_tree() -> None:
         one_by_one.append(lm.score([Tree([token])], rows[1:])[0].logits.clone())
         lm.keep([[0]], rows[1:])
     assert torch.equal(at_once, torch.cat(one_by_one))
+
+
+def test_weights_that_are_bfloat16_numbers_are_read_as_such_with_the_same_bits() -> None:
+    model = tiny_models.MODELS["llama"]().to(torch.bfloat16).float()
+    quick = outpace.wrap(model, eager=False).lm
+    assert isinstance(quick, FastLM) and 0 < quick.halves.bytes < weights(model)
+    assert quick.memory(1).weights == weights(model) + quick.halves.bytes
+    assert quick.slice([0]).halves is quick.halves  # type: ignore[attr-defined]
+    assert fast("llama").lm.halves.bytes == 0  # type: ignore[attr-defined]  # random float32 would lose bits
+    for rows in (1, 3, 5, 8, 19):
+        for n, k in ((9, 7), (64, 33), (6, 256)):
+            x, weight, bias = torch.randn(rows, k), torch.randn(n, k).bfloat16(), torch.randn(n)
+            short, long = (torch.ops.outpace_cpu.linears(x, [w], [], [bias]) for w in (weight, weight.float()))
+            assert torch.equal(short, long)
+            torch.testing.assert_close(long, torch.nn.functional.linear(x, weight.float(), bias))
+            torch.testing.assert_close(long, linear(x, weight, bias))
 
 
 def test_int8_is_a_model_of_its_own() -> None:

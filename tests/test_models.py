@@ -95,10 +95,13 @@ def test_every_lossless_method_equals_plain_decoding(name: str, temperature: flo
             continue
         widths = [1, 3] if ours.lm.trees else [1]
         drafts = [dict(draft=drafting(name), depth=3, width=width) for width in widths]
-        for options in drafts if "draft" in registry.required(cls) else [{}]:
+        needed = "draft" in registry.required(cls)
+        if not needed:
+            drafts = [{}, *([dict(draft=drafting(name))] if "draft" in registry.options(cls) else [])]
+        for options in drafts:
             found = ours.generate(PROMPTS, method=method, **options, **settings)
             assert tokens(found) == plain, (method, options)
-            if options:
+            if needed:
                 drafted, accepted = (sum(getattr(c.stats, key) for c in found) for key in ("drafted", "accepted"))
                 assert 0 < accepted < drafted  # else nothing was rolled back, or nothing kept
 

@@ -15,15 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch.fx.experimental import _config as shapes
 from transformers import PreTrainedModel
 
-from outpace.models import int8
+from outpace.models import halves, int8
 from outpace.models.lane import Lane
 from outpace.models.taps import decoder_layers
 from outpace.shelf import cache_dir
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
 FUSED = 4  # most products that become one
+# What multiplies, and the names of its operands: input, weight, scale if any, bias.
+PRODUCTS: dict[Any, tuple[str, ...]] = {
+    torch._C._nn.linear: ("input", "weight", "bias"),
+    nn.functional.linear: ("input", "weight", "bias"),
+    halves.LINEAR: ("x", "weight", "bias"),
+    int8.LINEAR: ("x", "weight", "scale", "bias"),
+}
 
 
 class Kind:
@@ -45,11 +53,11 @@ class Kind:
 
         sources = [node.meta["grapharg"].source for node in module.graph.nodes if node.op == "placeholder"]
         self.names = [source.name() if callable(source.name) else source.name for source in sources]
-        self.graphs += 1
         fuse(module.graph)
         module.recompile()
         # The sizes of buffers are asserted before every kernel otherwise.
         self.code = compile_fx(module, inputs, config_patches={"size_asserts": False})  # type: ignore[assignment]
+        self.graphs += 1  # not before: the compiler may give up here to trace the layer anew
         return self.code  # type: ignore[return-value]
 
     def seen(self, result: object) -> None:
@@ -71,7 +79,9 @@ class LayerCall(nn.Module):
     def forward(self, hidden: Tensor, *args: Any, reach: tuple[Lane, ...], **kwargs: Any) -> Any:
         kwargs["reach"] = reach[self.index]
         if not self.kind.direct or args:
-            result = self.inner(hidden, *args, **kwargs)
+            # Sizes that are equal in this call may not be so in the next.
+            with shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+                result = self.inner(hidden, *args, **kwargs)
             self.kind.seen(result)
             return result
         rest = self._rest or self._bind()
@@ -114,7 +124,7 @@ def signature(layer: nn.Module, window: int | None) -> tuple[Any, ...]:
 class Head(nn.Module):
     """The output embeddings, through our kernels: one product is nothing to compile."""
 
-    def __init__(self, inner: nn.Linear | int8.Int8Linear):
+    def __init__(self, inner: nn.Linear | halves.HalfLinear | int8.Int8Linear):
         super().__init__()
         self.inner = inner
 
@@ -142,7 +152,7 @@ def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> None:
         calls.append(LayerCall(layer, i, kind))
     setattr(decoder, name, nn.ModuleList(calls))
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear or (isinstance(head, int8.Int8Linear) and not head.weight.is_cuda):
+    if type(head) is nn.Linear or (isinstance(head, halves.HalfLinear | int8.Int8Linear) and not head.weight.is_cuda):
         model.set_output_embeddings(Head(head))
 
 
@@ -158,7 +168,7 @@ def fuse(graph: fx.Graph) -> None:
 
 
 def _is_product(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target not in (torch._C._nn.linear, nn.functional.linear, int8.LINEAR):
+    if node.op != "call_function" or node.target not in PRODUCTS:
         return False
     # Weights that are computed inside the layer are not there yet where the group's first product stands.
     x, *rest = _operands(node)
@@ -171,8 +181,8 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _operands(node: fx.Node) -> list[Any]:
-    """Input, weight, and the rest: bias of a linear layer; scale and bias of an int8 one."""
-    names = ["input", "weight", "bias"] if node.target is not int8.LINEAR else ["x", "weight", "scale", "bias"]
+    """In the order of `PRODUCTS`; what is not given is None."""
+    names = PRODUCTS[node.target]
     given = [*node.args, *[None] * (len(names) - len(node.args))]
     return [node.kwargs.get(name, value) for name, value in zip(names, given, strict=True)]
 

@@ -21,6 +21,7 @@ from outpace.models import lane
 from outpace.models.base import Chosen, Guess, Job, Output
 from outpace.models.chain import MOST_STEPS, Chains, Link
 from outpace.models.fast import FastLM
+from outpace.models.halves import Halves
 from outpace.models.hf import PackedLM
 from outpace.models.kernels import runtime
 from outpace.models.taps import recording
@@ -56,8 +57,7 @@ class Captured:
     given: Tensor  # its copy on the device
     logits: Tensor  # [tokens, vocab]
     recorded: dict[int, Tensor]  # tap -> [tokens, hidden]
-    chosen: Tensor  # [3, tokens]: choice, largest logit, probability of the choice
-    read: Tensor  # its copy on the host, pinned
+    read: Tensor  # [3, tokens]: choice, largest logit, probability of the choice; on the host, pinned
 
 
 class Soon(Chosen):
@@ -90,8 +90,8 @@ class GraphLM(FastLM):
     asynchronous = True
     most_tokens = SIZES[-1]
 
-    def __init__(self, packed: PackedLM):
-        super().__init__(packed)
+    def __init__(self, packed: PackedLM, halves: Halves | None = None):
+        super().__init__(packed, halves)
         self._graphs: OrderedDict[Size, Captured] = OrderedDict()
         self._generation = self.cache.generation
         self.graph_memory = torch.cuda.graph_pool_handle()
@@ -100,8 +100,6 @@ class GraphLM(FastLM):
 
     @classmethod
     def problem(cls, packed: PackedLM) -> str | None:
-        if len(packed.cache.kinds) != 1:
-            return "its layers have caches of different shapes"
         if packed.device.type != "cuda" or not runtime.AVAILABLE:
             return "graphs need a GPU and Triton"
         if packed.model.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -213,7 +211,7 @@ class GraphLM(FastLM):
         with torch.cuda.graph(graph, pool=self.graph_memory, capture_error_mode="thread_local"):
             logits, recorded, chosen = run()
             read.copy_(chosen, non_blocking=True)
-        return Captured(graph, staged.numpy(), staged, given, logits, recorded, chosen, read)
+        return Captured(graph, staged.numpy(), staged, given, logits, recorded, read)
 
     def _program(self, size: Size, given: Tensor) -> Callable[[], tuple[Tensor, dict[int, Tensor], Tensor]]:
         table = given[: size.tokens * COLUMNS].view(COLUMNS, size.tokens)

@@ -95,6 +95,15 @@ def windows(config: PreTrainedConfig) -> list[int | None] | None:
     return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
 
 
+def places(jobs: Seq[Job]) -> list[int]:
+    """Where the nodes of all trees stand among the tokens of a packed pass."""
+    nodes, at = list[int](), 0
+    for job in jobs:
+        nodes.extend(range(at + len(job.pending), at + len(job.tokens)))
+        at += len(job.tokens)
+    return nodes
+
+
 class PackedLM(SlotLM):
     """A model whose attention goes through `AttentionInterface`: trees, ragged batches, packed passes."""
 
@@ -192,12 +201,9 @@ class PackedLM(SlotLM):
         return True
 
     def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
-        nodes, at = list[int](), 0
-        for job in jobs:
-            nodes.extend(range(at + len(job.pending), at + len(job.tokens)))
-            at += len(job.tokens)
+        nodes = places(jobs)
         with recording(self.view, taps) as recorded:
-            logits = self._pass(jobs, nodes or [at - 1])
+            logits = self._pass(jobs, nodes or [sum(len(job.tokens) for job in jobs) - 1])
         return self.split(jobs, logits, recorded)
 
     def split(self, jobs: Seq[Job], logits: Tensor, recorded: dict[int, Tensor]) -> list[Output]:

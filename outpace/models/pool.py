@@ -92,14 +92,6 @@ class PoolCache(SlotCache):
         else:
             self._settle(row, Region(base, wanted))
 
-    def expect(self, lengths: list[int]) -> None:
-        """Rows of these lengths are about to come: have the room at once, rather than by doubling."""
-        wanted = SCRAP + sum(-(-max(n, FIRST_CAPACITY) // GRAIN) * GRAIN for n in lengths)
-        if self.limit is not None:
-            wanted = min(wanted, self.limit // self.token_bytes)
-        if wanted > self.size:
-            self._resize(wanted)
-
     def _full(self, row: int, length: int, most: int) -> CacheFull:
         assert self.limit is not None
         return CacheFull(

@@ -1,37 +1,44 @@
-/* Products and attention of a few rows, bound by memory and not by arithmetic.
+/* Products and attention of a few float32 rows, bound by memory and not by arithmetic, as operators of torch.
  *
  * A library's matrix product of 2 to 16 rows costs several times that of one row. Here a block of weight rows is read
  * once and used for all rows of x while it is in the cache. What a row of x gives depends on nothing but that row: every
  * sum runs in the same order whatever else is in the pass, so results are bit-identical with and without speculation.
  */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
 
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX2__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-#define ROWS 4                                             /* rows of x that share a weight while it is in a register */
-#if defined(__AVX2__) && !defined(__AVX512F__)
-#define COLUMNS 2                                          /* 16 registers: 8 sums, 4 of x, 1 weight */
-#else
-#define COLUMNS 4                                          /* 32 registers: 16 sums, 4 of x, 1 weight */
-#endif
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-#define INLINE static inline __attribute__((always_inline))
+#include <cmath>
+#include <cstdint>
+#include <vector>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int ROWS = 8;                                              // of x whose sums are in registers at once
+constexpr int columns_for(int rows) { return rows > 4 ? 2 : 4; }     // of w: 16 sums, 4 or 8 of x, and a weight
+#else
+#if defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int ROWS = 4;
+constexpr int columns_for(int) { return 2; }                         // 8 sums, 4 of x, and a weight
+#endif
+constexpr int BLOCK = 4;                                             // rows of w that a thread takes at a time
+
+#define INLINE inline __attribute__((always_inline))
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 
-INLINE vec load_int8(const int8_t *p) {
+INLINE vec load(const int8_t *p) {
 #if defined(__AVX512F__)
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #elif defined(__AVX2__)
@@ -43,162 +50,262 @@ INLINE vec load_int8(const int8_t *p) {
 #endif
 }
 
-INLINE float total(vec v) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] += v[i + half];
-    return v[0];
+/* Floats whose lower halves are zero, kept as their upper halves: the same numbers for half the reading. */
+INLINE vec load(const uint16_t *p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    ints bits;
+    for (int i = 0; i < LANES; i++) bits[i] = (int32_t)((uint32_t)p[i] << 16);
+    return (vec)bits;
+#endif
 }
 
-/* y[i, j] of `rows` rows of x and `columns` rows of w; both are constants at every call, so the loops unroll. */
-INLINE void block(const float *x, const char *w, float *y, long k, long stride, int rows, int columns, int bytes) {
-    vec sum[COLUMNS][ROWS];
-    for (int j = 0; j < columns; j++)
-        for (int i = 0; i < rows; i++) sum[j][i] = (vec){0};
+INLINE float widened(float weight) { return weight; }
+INLINE float widened(int8_t weight) { return weight; }
+INLINE float widened(uint16_t weight) {
+    const uint32_t bits = (uint32_t)weight << 16;
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* The sums of the elements of four vectors; each adds its halves, then theirs, wherever it stands among the four. */
+INLINE void totals(const vec *v, float *out) {
+#if defined(__AVX512F__)
+    const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4E));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xB1));
+    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, all)));
+#else
+    for (int j = 0; j < 4; j++) {
+        vec one = v[j];
+        for (int half = LANES / 2; half; half /= 2)
+            for (int i = 0; i < half; i++) one[i] += one[i + half];
+        out[j] = one[0];
+    }
+#endif
+}
+
+/* y[i, j] of some rows of x and of w. */
+template <int rows, int columns, typename W>
+INLINE void tile(const float *x, const W *w, float *y, long k, long stride) {
+    vec sum[(rows * columns + 3) / 4 * 4] = {};
+    float out[(rows * columns + 3) / 4 * 4];
     long p = 0;
     for (; p + LANES <= k; p += LANES) {
-        vec a[ROWS];
+        vec a[rows];
         for (int i = 0; i < rows; i++) a[i] = load(x + i * k + p);
         for (int j = 0; j < columns; j++) {
-            const char *at = w + (j * k + p) * bytes;
-            __builtin_prefetch(at + columns * k * bytes, 0, 3); /* the next block, or two cores cannot keep up */
-            vec b = bytes == 1 ? load_int8((const int8_t *)at) : load((const float *)at);
-            for (int i = 0; i < rows; i++) sum[j][i] += a[i] * b;
+            const W *at = w + j * k + p;
+            __builtin_prefetch(at + columns * k, 0, 3); // the next tile, or two cores cannot keep up
+            const vec b = load(at);
+            for (int i = 0; i < rows; i++) sum[j * rows + i] += a[i] * b;
         }
     }
+    for (int c = 0; c < rows * columns; c += 4) totals(sum + c, out + c);
     for (int j = 0; j < columns; j++)
         for (int i = 0; i < rows; i++) {
-            float s = total(sum[j][i]);
-            for (long q = p; q < k; q++) {
-                const char *at = w + (j * k + q) * bytes;
-                s += x[i * k + q] * (bytes == 1 ? (float)*(const int8_t *)at : *(const float *)at);
-            }
+            float s = out[j * rows + i];
+            for (long q = p; q < k; q++) s += x[i * k + q] * widened(w[j * k + q]);
             y[i * stride + j] = s;
         }
 }
 
-#define WITH_ROWS(columns, bytes)                                                    \
-    switch (rows) {                                                                  \
-    case 1: block(x, w, y, k, stride, 1, columns, bytes); break;                     \
-    case 2: block(x, w, y, k, stride, 2, columns, bytes); break;                     \
-    case 3: block(x, w, y, k, stride, 3, columns, bytes); break;                     \
-    default: block(x, w, y, k, stride, ROWS, columns, bytes);                        \
-    }
+/* As many rows of x as fit into a tile, times `columns` rows of w. */
+template <int rows, typename W>
+void strip(const float *x, const W *w, float *y, long k, long stride, long columns) {
+    constexpr int step = columns_for(rows);
+    long j = 0;
+    for (; j + step <= columns; j += step) tile<rows, step>(x, w + j * k, y + j, k, stride);
+    for (; j < columns; j++) tile<rows, 1>(x, w + j * k, y + j, k, stride);
+}
 
-static void tile(const float *x, const char *w, float *y, long k, long stride, int rows, int columns, int bytes) {
-    if (bytes == 1 && columns == COLUMNS) { WITH_ROWS(COLUMNS, 1) }
-    else if (bytes == 1) { WITH_ROWS(1, 1) }
-    else if (columns == COLUMNS) { WITH_ROWS(COLUMNS, 4) }
-    else { WITH_ROWS(1, 4) }
+template <typename W, int rows = ROWS>
+void strips(const float *x, const void *w, float *y, long k, long stride, long columns, long m) {
+    if (m >= rows) {
+        strip<rows>(x, (const W *)w, y, k, stride, columns);
+        x += rows * k, y += rows * stride, m -= rows;
+        if (m) strips<W, rows>(x, w, y, k, stride, columns, m);
+    } else if constexpr (rows > 1) {
+        strips<W, rows - 1>(x, w, y, k, stride, columns, m);
+    }
 }
 
 /* One of several matrices that multiply the same rows; its columns of y begin at `first`. */
-typedef struct {
-    const char *weight; /* [n, k], float or int8 */
-    const float *scale; /* [n], or none */
-    const float *bias;  /* [n], or none */
-    int64_t n, first;
-} matrix;
+struct Matrix {
+    const char *weight; // [n, k]: float, int8, or upper halves of floats, by its bytes
+    const float *scale; // [n], or none
+    const float *bias;  // [n], or none
+    long n, first, bytes;
 
-/* y [m, stride] = x [m, k] times each matrix, transposed. */
-void few_rows_linear(const float *x, float *y, const matrix *matrices, int64_t count, int64_t m, int64_t k) {
-    long blocks = 0, stride = 0;
-    for (long c = 0; c < count; c++) {
-        blocks += (matrices[c].n + COLUMNS - 1) / COLUMNS;
-        stride += matrices[c].n;
+    long blocks() const { return (n + BLOCK - 1) / BLOCK; }
+
+    void multiply(const float *x, float *y, long m, long k, long stride, long from) const {
+        const long columns = std::min<long>(BLOCK, n - from);
+        const void *at = weight + from * k * bytes;
+        y += first + from;
+        if (bytes == 1) strips<int8_t>(x, at, y, k, stride, columns, m);
+        else if (bytes == 2) strips<uint16_t>(x, at, y, k, stride, columns, m);
+        else strips<float>(x, at, y, k, stride, columns, m);
+        for (long i = 0; i < m; i++)
+            for (long j = 0; j < columns; j++) {
+                float &out = y[i * stride + j];
+                if (scale) out *= scale[from + j];
+                if (bias) out += bias[from + j];
+            }
     }
+};
+
+/* Several products of the same rows, side by side; int8 weights come with a scale per output, others with none. */
+static at::Tensor linears(const at::Tensor &x, at::TensorList weights, at::TensorList scales,
+                          const c10::List<std::optional<at::Tensor>> &biases) {
+    const at::Tensor rows = x.contiguous();
+    const long k = x.size(-1), m = x.numel() / k;
+    std::vector<Matrix> matrices;
+    long blocks = 0, width = 0;
+    for (size_t i = 0; i < weights.size(); i++) {
+        const std::optional<at::Tensor> bias = biases[i];
+        const float *scale = scales.empty() ? nullptr : scales[i].const_data_ptr<float>();
+        matrices.push_back({(const char *)weights[i].const_data_ptr(), scale,
+                            bias ? bias->const_data_ptr<float>() : nullptr, weights[i].size(0), width,
+                            (long)weights[i].element_size()});
+        blocks += matrices.back().blocks();
+        width += matrices.back().n;
+    }
+    auto shape = x.sizes().vec();
+    shape.back() = width;
+    at::Tensor out = at::empty(shape, x.options());
+    const float *from = rows.const_data_ptr<float>();
+    float *y = out.mutable_data_ptr<float>();
 #pragma omp parallel for schedule(static)
     for (long b = 0; b < blocks; b++) {
         long c = 0, j = b;
-        while (j >= (matrices[c].n + COLUMNS - 1) / COLUMNS) j -= (matrices[c++].n + COLUMNS - 1) / COLUMNS;
-        const matrix *w = matrices + c;
-        const int bytes = w->scale ? 1 : 4;
-        const long from = j * COLUMNS, to = from + COLUMNS < w->n ? from + COLUMNS : w->n;
-        const int whole = to - from == COLUMNS;
-        for (long i = 0; i < m; i += ROWS) {
-            const int rows = m - i < ROWS ? m - i : ROWS;
-            for (long column = from; column < to; column += whole ? COLUMNS : 1)
-                tile(x + i * k, w->weight + column * k * bytes, y + i * stride + w->first + column, k, stride, rows,
-                     whole ? COLUMNS : 1, bytes);
-        }
-        for (long i = 0; i < m; i++)
-            for (long column = from; column < to; column++) {
-                float *out = y + i * stride + w->first + column;
-                if (w->scale) *out *= w->scale[column];
-                if (w->bias) *out += w->bias[column];
-            }
+        while (j >= matrices[c].blocks()) j -= matrices[c++].blocks();
+        matrices[c].multiply(from, y, m, k, width, j * BLOCK);
     }
+    return out;
 }
 
-typedef struct {
-    const float *q;          /* [tokens, heads, dim] */
-    const float *keys;       /* [pool, kv heads, dim], one of two sides of a layer */
+/* e to the power of x <= 0, within 2 units in the last place: Taylor's series between halves of powers of two. */
+INLINE vec exponential(vec x) {
+    x = x < -87.0f ? (vec){} - 87.0f : x;
+    const ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); // towards zero: the nearest, as x <= 0
+    const vec n = __builtin_convertvector(power, vec);
+    const vec rest = (x - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts
+    vec sum = (vec){} + 1.9841270e-4f;
+    for (float factor : {1.3888889e-3f, 8.3333333e-3f, 4.1666667e-2f, 1.6666667e-1f, 0.5f, 1.0f, 1.0f})
+        sum = sum * rest + factor;
+    return sum * (vec)((power + 127) << 23);
+}
+
+struct Attention {
+    const float *q;           // [tokens, heads, dim]
+    const float *keys;        // [pool, kv heads, dim]
     const float *values;
-    const float *sinks;      /* [heads], or none */
-    const int64_t *jobs;     /* [count, 4]: first token, tokens, where the row begins in the pool, committed entries */
-    const int64_t *bits;     /* [tokens, words]: which of the entries of this pass a token sees */
-    const int64_t *positions;/* [tokens] */
-    float *out;              /* [tokens, heads, dim] */
-    int64_t count, heads, kv_heads, dim, words, window;
+    const float *sinks;       // [heads], or none
+    const int64_t *jobs;      // [count, 4]: first token, tokens, where the row begins in the pool, committed entries
+    const int64_t *bits;      // [tokens, words]: which of the entries of this pass a token sees
+    const int64_t *positions; // [tokens]
+    float *out;               // [tokens, heads, dim]
+    long count, heads, kv_heads, dim, words, window;
     float scale, softcap;
-} attention;
 
-/* One query of one head over the entries `seen`, in the order of the text. */
-static void attend(const attention *a, const float *q, long kv, const int64_t *seen, long count, float *weight,
-                   const float *sink, float *out) {
-    const long stride = a->kv_heads * a->dim, offset = kv * a->dim, dim = a->dim;
-    float top = sink ? *sink : -3e38f, sum = 0;
-    for (long i = 0; i < count; i++) {
-        const float *key = a->keys + seen[i] * stride + offset;
-        vec part = {0};
+    /* The entries that a token sees, in the order of the text. */
+    void find(const int64_t *job, long token, std::vector<int64_t> &seen) const {
+        seen.clear();
+        const long start = window ? positions[token] - window + 1 : 0;
+        for (long i = std::max(start, 0l); i < job[3]; i++) seen.push_back(job[2] + i);
+        for (long i = 0; i < 64 * words; i++)
+            if ((uint64_t)bits[token * words + i / 64] >> (i % 64) & 1) seen.push_back(job[2] + job[3] + i);
+    }
+
+    /* Four entries' scores with one query. */
+    INLINE void score(const float *query, const float *const *four, float *result) const {
+        vec part[4] = {};
         long d = 0;
-        for (; d + LANES <= dim; d += LANES) part += load(q + d) * load(key + d);
-        float s = total(part);
-        for (; d < dim; d++) s += q[d] * key[d];
-        s *= a->scale;
-        if (a->softcap > 0) s = tanhf(s / a->softcap) * a->softcap;
-        weight[i] = s;
-        if (s > top) top = s;
+        for (; d + LANES <= dim; d += LANES)
+            for (int i = 0; i < 4; i++) part[i] += load(query + d) * load(four[i] + d);
+        totals(part, result);
+        for (int i = 0; i < 4; i++) {
+            for (long rest = d; rest < dim; rest++) result[i] += query[rest] * four[i][rest];
+            result[i] *= scale;
+            if (softcap > 0) result[i] = std::tanh(result[i] / softcap) * softcap;
+        }
     }
-#pragma omp simd reduction(+ : sum)
-    for (long i = 0; i < count; i++) {
-        weight[i] = expf(weight[i] - top);
-        sum += weight[i];
-    }
-    if (sink) sum += expf(*sink - top);
-    for (long d = 0; d < dim; d++) out[d] = 0;
-    for (long i = 0; i < count; i++) {
-        const float *value = a->values + seen[i] * stride + offset;
-        for (long d = 0; d < dim; d++) out[d] += weight[i] * value[d];
-    }
-    for (long d = 0; d < dim; d++) out[d] /= sum;
-}
 
-void few_rows_attention(const attention *a) {
-    const long group = a->heads / a->kv_heads;
-    long longest = 0;
-    for (long j = 0; j < a->count; j++)
-        if (a->jobs[4 * j + 3] > longest) longest = a->jobs[4 * j + 3];
-    longest += 64 * a->words;
+    /* One query of one head over the entries `seen`; `weight` has room for whole vectors. */
+    void attend(long token, long head, const std::vector<int64_t> &seen, float *weight) const {
+        const long stride = kv_heads * dim, offset = head / (heads / kv_heads) * dim, count = seen.size();
+        const float *query = q + (token * heads + head) * dim;
+        float *result = out + (token * heads + head) * dim;
+        for (long i = 0; i < count; i += 4) {
+            const float *four[4];
+            for (long j = 0; j < 4; j++) four[j] = keys + seen[std::min(i + j, count - 1)] * stride + offset;
+            score(query, four, weight + i);
+        }
+        float top = sinks ? sinks[head] : -3e38f, sum = 0;
+        for (long i = 0; i < count; i++) top = std::max(top, weight[i]);
+        for (long i = 0; i < count; i += LANES) *(vec *)(weight + i) = exponential(load(weight + i) - top);
+        for (long i = 0; i < count; i++) sum += weight[i];
+        if (sinks) sum += std::exp(sinks[head] - top);
+        long d = 0;
+        for (; d + 4 * LANES <= dim; d += 4 * LANES) {
+            vec part[4] = {};
+            for (long i = 0; i < count; i++)
+                for (int j = 0; j < 4; j++)
+                    part[j] += weight[i] * load(values + seen[i] * stride + offset + d + j * LANES);
+            for (int j = 0; j < 4; j++) *(vec *)(result + d + j * LANES) = part[j] / sum;
+        }
+        for (; d < dim; d++) {
+            float part = 0;
+            for (long i = 0; i < count; i++) part += weight[i] * values[seen[i] * stride + offset + d];
+            result[d] = part / sum;
+        }
+    }
+
+    void run() const {
+        long longest = 0;
+        for (long j = 0; j < count; j++) longest = std::max(longest, (long)jobs[4 * j + 3]);
+        longest += 64 * words;
 #pragma omp parallel
-    {
-        int64_t *seen = malloc(longest * sizeof(int64_t));
-        float *weight = malloc(longest * sizeof(float));
-        for (long j = 0; j < a->count; j++) {
-            const int64_t *job = a->jobs + 4 * j;
+        {
+            std::vector<int64_t> seen;
+            std::vector<float> weight(longest + LANES); // zeros: what fills up a last vector is finite
+            seen.reserve(longest);
+            for (long j = 0; j < count; j++) {
+                const int64_t *job = jobs + 4 * j;
+                const long group = heads / kv_heads;
 #pragma omp for schedule(static) nowait
-            for (long task = 0; task < job[1] * a->kv_heads; task++) {
-                const long t = job[0] + task / a->kv_heads, kv = task % a->kv_heads;
-                const long from = a->window ? a->positions[t] - a->window + 1 : 0;
-                long count = 0;
-                for (long i = from > 0 ? from : 0; i < job[3]; i++) seen[count++] = job[2] + i;
-                for (long i = 0; i < 64 * a->words; i++)
-                    if ((uint64_t)a->bits[t * a->words + i / 64] >> (i % 64) & 1) seen[count++] = job[2] + job[3] + i;
-                for (long h = kv * group; h < (kv + 1) * group; h++)
-                    attend(a, a->q + (t * a->heads + h) * a->dim, kv, seen, count, weight, a->sinks ? a->sinks + h : 0,
-                           a->out + (t * a->heads + h) * a->dim);
+                for (long task = 0; task < job[1] * kv_heads; task++) {
+                    const long token = job[0] + task / kv_heads, first = task % kv_heads * group;
+                    find(job, token, seen);
+                    for (long head = first; head < first + group; head++) attend(token, head, seen, weight.data());
+                }
             }
         }
-        free(seen);
-        free(weight);
     }
+};
+
+static at::Tensor attend(const at::Tensor &q, const at::Tensor &keys, const at::Tensor &values, at::TensorList seen,
+                         const std::optional<at::Tensor> &sinks, at::ArrayRef<double> options) {
+    const at::Tensor queries = q.contiguous(), &jobs = seen[0], &bits = seen[1], &positions = seen[2];
+    at::Tensor out = at::zeros_like(queries);
+    Attention{queries.const_data_ptr<float>(), keys.const_data_ptr<float>(), values.const_data_ptr<float>(),
+              sinks ? sinks->const_data_ptr<float>() : nullptr, jobs.const_data_ptr<int64_t>(),
+              bits.const_data_ptr<int64_t>(), positions.const_data_ptr<int64_t>(), out.mutable_data_ptr<float>(),
+              jobs.size(0), q.size(1), keys.size(1), q.size(2), bits.size(1), (long)options[1], (float)options[0],
+              (float)options[2]}.run();
+    return out;
+}
+
+TORCH_LIBRARY_IMPL(outpace_cpu, CPU, library) {
+    library.impl("linears", linears);
+    library.impl("attend", attend);
 }
