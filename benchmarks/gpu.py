@@ -34,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
     "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32),
 }
+RUNS = 5  # the best counts: in the first ones graphs of new sizes are captured
 PROMPTS = [64, 200, 90, 140, 310, 120, 80, 256]  # tokens
 
 
@@ -227,13 +228,13 @@ def batches(small: str, count: int) -> None:
     model.max_rows = 64
     for size in (1, 4, 16, 64):
         given = [p[: len(p) - i // 8] for i, p in zip(range(size), list(prompts()) * 8, strict=False)]
-        plain, _, tokens = max(rate(model, given, method="plain", max_tokens=count) for _ in range(3))
+        plain, _, tokens = max(rate(model, given, method="plain", max_tokens=count) for _ in range(RUNS))
         answers = {len(p): p + t for p, t in zip(given, tokens, strict=True)}
         line = f"batch {size:2d}: plain {plain:7.1f} tokens/s"
         for policy in ("fixed", "auto"):
             oracle = Oracle(answers, 0.7, 4)
             fast, per_pass, _ = max(
-                rate(model, given, method=oracle, policy=policy, max_tokens=count) for _ in range(3)
+                rate(model, given, method=oracle, policy=policy, max_tokens=count) for _ in range(RUNS)
             )
             line += f"; {policy} {fast:7.1f} ({fast / plain:.2f}, {per_pass:.2f} tokens a pass)"
         say(line)

@@ -6,6 +6,7 @@ A package of your own adds methods through the entry point group "outpace.method
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -38,7 +39,12 @@ POLICIES: dict[str, type[Policy]] = {
 
 def methods() -> dict[str, str]:
     """Names and where they are: ours, then what installed packages add."""
-    return METHODS | {point.name: point.value for point in entry_points(group="outpace.methods")}
+    return METHODS | _installed()
+
+
+@cache  # to read what all installed packages say of themselves takes longer than a pass
+def _installed() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group="outpace.methods")}
 
 
 def find(name: str) -> type[Drafter]:

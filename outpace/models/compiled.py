@@ -19,6 +19,7 @@ from torch.fx.experimental import _config as shapes
 from transformers import PreTrainedModel
 
 from outpace.models import halves, int8
+from outpace.models.kernels.runtime import overlaps
 from outpace.models.lane import Lane
 from outpace.models.taps import decoder_layers
 from outpace.shelf import cache_dir
@@ -56,7 +57,11 @@ class Kind:
         fuse(module.graph)
         module.recompile()
         # The sizes of buffers are asserted before every kernel otherwise.
-        self.code = compile_fx(module, inputs, config_patches={"size_asserts": False})  # type: ignore[assignment]
+        settings: dict[str, Any] = {"size_asserts": False}
+        devices = {given.device for given in inputs if isinstance(given, Tensor) and given.is_cuda}
+        if devices:  # kernels that do not need each other become one, and start while the one before ends
+            settings |= {"combo_kernels": True, "triton.enable_pdl": all(map(overlaps, devices))}
+        self.code = compile_fx(module, inputs, config_patches=settings)  # type: ignore[assignment]
         self.graphs += 1  # not before: the compiler may give up here to trace the layer anew
         return self.code  # type: ignore[return-value]
 

@@ -113,6 +113,10 @@ class FastLM(PackedLM):
         part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
         return type(self).of(part, self.halves)
 
+    @property
+    def fingerprint(self) -> str:
+        return f"{super().fingerprint}, {self.halves.bytes} in halves"
+
     def memory(self, tokens: int) -> Memory:
         found = super().memory(tokens)
         return replace(found, weights=found.weights + self.halves.bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -169,10 +170,15 @@ class PackedLM(SlotLM):
     def fingerprint(self) -> str:
         """What the cost of a pass depends on, beside the machine."""
         kind = f"{type(self).__name__} of {type(self.model).__name__}"
-        return f"{kind}, {len(self.layers)} layers, {weights(self.model)} bytes"
+        return f"{kind}, {len(self.layers)} layers, {self.weights} bytes"
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of all weights, those of layers outside a slice too."""
+        return weights(self.model)
 
     def memory(self, tokens: int) -> Memory:
-        return Memory(weights(self.model), self.cache.token_bytes, tokens, self.cache.nbytes + free(self.device))
+        return Memory(self.weights, self.cache.token_bytes, tokens, self.cache.nbytes + free(self.device))
 
     def reference(self) -> Reference:
         return ModelReference(view(self.model, self.layers))

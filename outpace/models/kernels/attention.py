@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.models.kernels.runtime import DTYPES, constexpr, counters, jit, machine, power, tl
+from outpace.models.kernels.runtime import DTYPES, begin, constexpr, counters, early, jit, machine, power, tl
 
 
 class Seen(NamedTuple):
@@ -115,7 +115,7 @@ def launch(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, rule: Rule, conf
             q, keys, values, table, bits, positions, sums, stats, arrived, rule.sinks, out, *strides, rule.scale,
             jobs, tokens, WORDS=bits.shape[1], WINDOW=rule.window, SOFTCAP=rule.softcap, GROUP=group, D=dim, DP=wide,
             JP=power(jobs), BM=cut.block_m, BN=cut.block_n, PARTS=parts, LINES=lines,
-            num_warps=cut.warps, num_stages=cut.stages,
+            num_warps=cut.warps, num_stages=cut.stages, **early(q.device),
         )  # fmt: skip
     return out
 
@@ -124,7 +124,7 @@ def launch(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, rule: Rule, conf
 def _attention(
     q, keys, values, jobs, bits, positions, sums, stats, arrived, sinks, out, q0, q1, k0, k1, v0, v1, scale, count,
     all_tokens, WORDS: constexpr, WINDOW: constexpr, SOFTCAP: constexpr, GROUP: constexpr, D: constexpr, DP: constexpr,
-    JP: constexpr, BM: constexpr, BN: constexpr, PARTS: constexpr, LINES: constexpr,
+    JP: constexpr, BM: constexpr, BN: constexpr, PARTS: constexpr, LINES: constexpr, EARLY: constexpr,
 ):  # fmt: skip
     """One split's part of the softmax, for a tile of the rows of one job and key head; the last to arrive joins them.
 
@@ -143,8 +143,9 @@ def _attention(
     # To join a part of 192 rows takes about as long as a chunk: then this share has the earliest end.
     share = tl.maximum(tl.cdiv(chunks, splits), (tl.sqrt(chunks * (BM / 192)) + 0.5).to(tl.int32))
     used = tl.cdiv(chunks, share)  # splits; the others have nothing to do
-    begin = low + split * share
-    end = tl.minimum(begin + share, low + chunks)
+    start = low + split * share
+    end = tl.minimum(start + share, low + chunks)
+    begin(EARLY)  # what was read so far was there before the pass
     if (tile * BM < rows) & (split < used):
         query = _entries(q, token * q0 + of * q1, real, D, DP)
         k, v = keys + head.to(tl.int64) * k1, values + head.to(tl.int64) * v1
@@ -152,14 +153,14 @@ def _attention(
         top = tl.full([BM], float("-inf"), tl.float32)
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DP], tl.float32)
-        for chunk in range(begin, end):
-            start, some = base + chunk * BN, tl.where(chunk < full, -1, rest)
+        for chunk in range(start, end):
+            entry0, some = base + chunk * BN, tl.where(chunk < full, -1, rest)
             if chunk > full:
-                start = base + prefix + (chunk - full - 1) * BN
+                entry0 = base + prefix + (chunk - full - 1) * BN
                 some = tl.reduce_or(_bits(bits, token, real, chunk - full - 1, WORDS, BN), 0)
             live = _bit(some, column)  # what nobody sees may never have been written
-            key = _entries(k + start * k0, column * k0, live, D, DP)
-            value = _entries(v + start * v0, column * v0, live, D, DP)
+            key = _entries(k + entry0 * k0, column * k0, live, D, DP)
+            value = _entries(v + entry0 * v0, column * v0, live, D, DP)
             logit = _logits(query, key, scale, SOFTCAP)
             if WINDOW > 0:
                 inside = position[:, None] - (chunk * BN + column)[None, :] < WINDOW

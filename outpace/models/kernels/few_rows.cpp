@@ -30,7 +30,8 @@ constexpr int LANES = 4;
 constexpr int ROWS = 4;
 constexpr int columns_for(int) { return 2; }                         // 8 sums, 4 of x, and a weight
 #endif
-constexpr int BLOCK = 4;                                             // rows of w that a thread takes at a time
+/* Rows of w that a thread takes at a time: with many rows of x, those of a tile should stay in the nearest cache. */
+constexpr long block_for(long m) { return m > ROWS ? 32 : 4; }
 
 #define INLINE inline __attribute__((always_inline))
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -145,10 +146,10 @@ struct Matrix {
     const float *bias;  // [n], or none
     long n, first, bytes;
 
-    long blocks() const { return (n + BLOCK - 1) / BLOCK; }
+    long blocks(long m) const { return (n + block_for(m) - 1) / block_for(m); }
 
     void multiply(const float *x, float *y, long m, long k, long stride, long from) const {
-        const long columns = std::min<long>(BLOCK, n - from);
+        const long columns = std::min(block_for(m), n - from);
         const void *at = weight + from * k * bytes;
         y += first + from;
         if (bytes == 1) strips<int8_t>(x, at, y, k, stride, columns, m);
@@ -176,7 +177,7 @@ static at::Tensor linears(const at::Tensor &x, at::TensorList weights, at::Tenso
         matrices.push_back({(const char *)weights[i].const_data_ptr(), scale,
                             bias ? bias->const_data_ptr<float>() : nullptr, weights[i].size(0), width,
                             (long)weights[i].element_size()});
-        blocks += matrices.back().blocks();
+        blocks += matrices.back().blocks(m);
         width += matrices.back().n;
     }
     auto shape = x.sizes().vec();
@@ -187,8 +188,8 @@ static at::Tensor linears(const at::Tensor &x, at::TensorList weights, at::Tenso
 #pragma omp parallel for schedule(static)
     for (long b = 0; b < blocks; b++) {
         long c = 0, j = b;
-        while (j >= matrices[c].blocks()) j -= matrices[c++].blocks();
-        matrices[c].multiply(from, y, m, k, width, j * BLOCK);
+        while (j >= matrices[c].blocks(m)) j -= matrices[c++].blocks(m);
+        matrices[c].multiply(from, y, m, k, width, j * block_for(m));
     }
     return out;
 }
@@ -219,9 +220,9 @@ struct Attention {
 
     /* The entries that a token sees, in the order of the text. */
     void find(const int64_t *job, long token, std::vector<int64_t> &seen) const {
-        seen.clear();
-        const long start = window ? positions[token] - window + 1 : 0;
-        for (long i = std::max(start, 0l); i < job[3]; i++) seen.push_back(job[2] + i);
+        const long start = window ? std::max(0l, (long)positions[token] - window + 1) : 0;
+        seen.resize(std::max(0l, job[3] - start));
+        for (size_t i = 0; i < seen.size(); i++) seen[i] = job[2] + start + i;
         for (long i = 0; i < 64 * words; i++)
             if ((uint64_t)bits[token * words + i / 64] >> (i % 64) & 1) seen.push_back(job[2] + job[3] + i);
     }
@@ -230,8 +231,10 @@ struct Attention {
     INLINE void score(const float *query, const float *const *four, float *result) const {
         vec part[4] = {};
         long d = 0;
-        for (; d + LANES <= dim; d += LANES)
-            for (int i = 0; i < 4; i++) part[i] += load(query + d) * load(four[i] + d);
+        for (; d + LANES <= dim; d += LANES) {
+            const vec a = load(query + d);
+            for (int i = 0; i < 4; i++) part[i] += a * load(four[i] + d);
+        }
         totals(part, result);
         for (int i = 0; i < 4; i++) {
             for (long rest = d; rest < dim; rest++) result[i] += query[rest] * four[i][rest];
@@ -240,53 +243,87 @@ struct Attention {
         }
     }
 
-    /* One query of one head over the entries `seen`; `weight` has room for whole vectors. */
-    void attend(long token, long head, const std::vector<int64_t> &seen, float *weight) const {
-        const long stride = kv_heads * dim, offset = head / (heads / kv_heads) * dim, count = seen.size();
-        const float *query = q + (token * heads + head) * dim;
-        float *result = out + (token * heads + head) * dim;
+    /* What one query gives to the entries `seen`, not yet divided by the sum, which is returned. */
+    float weigh(const float *query, const std::vector<int64_t> &seen, long offset, const float *sink, float *weight) const {
+        const long stride = kv_heads * dim, count = seen.size();
         for (long i = 0; i < count; i += 4) {
             const float *four[4];
             for (long j = 0; j < 4; j++) four[j] = keys + seen[std::min(i + j, count - 1)] * stride + offset;
             score(query, four, weight + i);
         }
-        float top = sinks ? sinks[head] : -3e38f, sum = 0;
-        for (long i = 0; i < count; i++) top = std::max(top, weight[i]);
-        for (long i = 0; i < count; i += LANES) *(vec *)(weight + i) = exponential(load(weight + i) - top);
-        for (long i = 0; i < count; i++) sum += weight[i];
-        if (sinks) sum += std::exp(sinks[head] - top);
-        long d = 0;
-        for (; d + 4 * LANES <= dim; d += 4 * LANES) {
-            vec part[4] = {};
-            for (long i = 0; i < count; i++)
-                for (int j = 0; j < 4; j++)
-                    part[j] += weight[i] * load(values + seen[i] * stride + offset + d + j * LANES);
-            for (int j = 0; j < 4; j++) *(vec *)(result + d + j * LANES) = part[j] / sum;
+        constexpr float LEAST = -3e38f;
+        for (long i = count; i < count + LANES; i++) weight[i] = LEAST; // to the end of a last vector: they weigh nothing
+        vec tops = (vec){} + LEAST, parts = {};
+        for (long i = 0; i < count; i += LANES) tops = load(weight + i) > tops ? load(weight + i) : tops;
+        float top = sink ? *sink : LEAST;
+        for (int i = 0; i < LANES; i++) top = std::max(top, tops[i]);
+        for (long i = 0; i < count; i += LANES) {
+            const vec scores = load(weight + i), shares = exponential(scores - top);
+            *(vec *)(weight + i) = scores > LEAST ? shares : (vec){};
+            parts += load(weight + i);
         }
-        for (; d < dim; d++) {
-            float part = 0;
-            for (long i = 0; i < count; i++) part += weight[i] * values[seen[i] * stride + offset + d];
-            result[d] = part / sum;
+        float sum[4];
+        const vec alone[4] = {parts};
+        totals(alone, sum);
+        return sink ? sum[0] + std::exp(*sink - top) : sum[0];
+    }
+
+    /* The values of the entries `seen`, mixed for some heads that share them. */
+    template <int group>
+    void mix(const std::vector<int64_t> &seen, long offset, const float *weight, long room, const float *sums, float *to) const {
+        const long stride = kv_heads * dim;
+        constexpr int WIDE = 4 / (group > 2 ? 2 : 1); // vectors of each head at a time: all sums stay in registers
+        long d = 0;
+        for (; d + WIDE * LANES <= dim; d += WIDE * LANES) {
+            vec part[group][WIDE] = {};
+            for (size_t i = 0; i < seen.size(); i++) {
+                const float *value = values + seen[i] * stride + offset + d;
+                for (int j = 0; j < WIDE; j++)
+                    for (int h = 0; h < group; h++) part[h][j] += weight[h * room + i] * load(value + j * LANES);
+            }
+            for (int h = 0; h < group; h++)
+                for (int j = 0; j < WIDE; j++) *(vec *)(to + h * dim + d + j * LANES) = part[h][j] / sums[h];
+        }
+        for (; d < dim; d++)
+            for (int h = 0; h < group; h++) {
+                float part = 0;
+                for (size_t i = 0; i < seen.size(); i++) part += weight[h * room + i] * values[seen[i] * stride + offset + d];
+                to[h * dim + d] = part / sums[h];
+            }
+    }
+
+    /* One token, and the heads of one key head. */
+    void attend(long token, long kv, const std::vector<int64_t> &seen, float *weight, long room) const {
+        const long group = heads / kv_heads, offset = kv * dim;
+        for (long done = 0; done < group;) {
+            const long head = kv * group + done, some = std::min(4l, group - done), at = (token * heads + head) * dim;
+            float sums[4];
+            for (long h = 0; h < some; h++)
+                sums[h] = weigh(q + at + h * dim, seen, offset, sinks ? sinks + head + h : nullptr, weight + h * room);
+            if (some == 4) mix<4>(seen, offset, weight, room, sums, out + at);
+            else if (some == 3) mix<3>(seen, offset, weight, room, sums, out + at);
+            else if (some == 2) mix<2>(seen, offset, weight, room, sums, out + at);
+            else mix<1>(seen, offset, weight, room, sums, out + at);
+            done += some;
         }
     }
 
     void run() const {
         long longest = 0;
         for (long j = 0; j < count; j++) longest = std::max(longest, (long)jobs[4 * j + 3]);
-        longest += 64 * words;
+        const long room = longest + 64 * words + 2 * LANES;
 #pragma omp parallel
         {
             std::vector<int64_t> seen;
-            std::vector<float> weight(longest + LANES); // zeros: what fills up a last vector is finite
-            seen.reserve(longest);
+            std::vector<float> weight(4 * room);
+            seen.reserve(room);
             for (long j = 0; j < count; j++) {
                 const int64_t *job = jobs + 4 * j;
-                const long group = heads / kv_heads;
 #pragma omp for schedule(static) nowait
                 for (long task = 0; task < job[1] * kv_heads; task++) {
-                    const long token = job[0] + task / kv_heads, first = task % kv_heads * group;
+                    const long token = job[0] + task / kv_heads;
                     find(job, token, seen);
-                    for (long head = first; head < first + group; head++) attend(token, head, seen, weight.data());
+                    attend(token, task % kv_heads, seen, weight.data(), room);
                 }
             }
         }

@@ -12,7 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.models.kernels.runtime import DTYPES, H200, Machine, constexpr, counters, jit, machine, power, tl
+from outpace.models.kernels.runtime import (
+    DTYPES,
+    H200,
+    Machine,
+    begin,
+    constexpr,
+    counters,
+    early,
+    jit,
+    machine,
+    power,
+    tl,
+)
 
 MOST_ROWS, MOST_MATRICES = 128, 4
 
@@ -55,13 +67,15 @@ def bucket(t: int) -> int:
 def choose(n: int, k: int, t: int, width: int = 2, gpu: Machine = H200) -> Config:
     """The tiles for `n` rows of matrices in all, with `width` bytes an element."""
     rows = bucket(t)
-    few = rows < 64  # then two programs share a multiprocessor; else the rows themselves fill its memory
-    block_n = 64 if few or gpu.shared < 2**17 else 128
+    few = rows < 64  # then several programs share a multiprocessor; else the rows themselves fill its memory
+    block_n = 64 if few or gpu.shared < 2**17 or n <= 32 * gpu.processors else 128
     block_k = 256 // width  # so many bytes lie together
-    programs = 2 * gpu.processors if few else gpu.processors
-    most = max(1, k // (4 * block_k))  # a split that ends before its pipeline is full gains nothing
-    split_k = max(1, min(8, most, programs // -(-n // block_n)))
-    room = gpu.shared // (2 if few else 1) // ((block_n + rows) * 256)
+    tiles = -(-n // block_n)
+    most = min(8, max(1, k // (4 * block_k)))  # a split that ends before its pipeline is full gains nothing
+    cuts = [(together, max(1, min(most, together * gpu.processors // tiles))) for together in ((2, 3) if few else (1,))]
+    # Programs that find no place at once, and places without a program, are time in which nothing is read.
+    together, split_k = max(cuts, key=lambda cut: min(1.0, tiles * cut[1] / (cut[0] * gpu.processors)))
+    room = gpu.shared // together // ((block_n + rows) * 256)
     return Config(block_n, block_k, split_k, 4 if few else 8, max(2, min(5, room)))
 
 
@@ -82,7 +96,7 @@ def launch(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], config
         _product[(tiles, c.split_k)](
             x, tuple(weights), tuple(biases), tuple(outs), tuple(sizes), parts, arrived, rows, k, x.stride(0),
             BT=bucket(rows), BN=c.block_n, BK=c.block_k, SPLIT=c.split_k, EVEN=k % c.block_k == 0,
-            num_warps=c.warps, num_stages=c.stages,
+            num_warps=c.warps, num_stages=c.stages, **early(x.device),
         )  # fmt: skip
     return outs
 
@@ -101,6 +115,7 @@ def _check(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Non
 def _product(
     x, weights, biases, outs, sizes, parts, arrived, rows, K, x0,
     BT: constexpr, BN: constexpr, BK: constexpr, SPLIT: constexpr, EVEN: constexpr,
+    EARLY: constexpr,
 ):  # fmt: skip
     """One tile of one of the matrices, times all rows, along its share of the columns.
 
@@ -112,13 +127,14 @@ def _product(
     w, _, _ = _owner(tile, weights, sizes, BN)
     line, row, column = (tile - first) * BN + tl.arange(0, BN), tl.arange(0, BT), tl.arange(0, BK)
     share = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
-    begin = split * share
+    start = split * share
     # Lines beyond the end repeat the last one: a load without a mask is a plain copy to shared memory.
-    wide = w + tl.minimum(line, n - 1).to(tl.int64)[:, None] * K + (begin + column)[None, :]
-    tall = x + row[None, :] * x0 + (begin + column)[:, None]
+    wide = w + tl.minimum(line, n - 1).to(tl.int64)[:, None] * K + (start + column)[None, :]
+    tall = x + row[None, :] * x0 + (start + column)[:, None]
     real = (row < rows)[None, :]
+    begin(EARLY)
     acc = tl.zeros([BN, BT], tl.float32)
-    for at in range(begin, tl.minimum(begin + share, K), BK):
+    for at in range(start, tl.minimum(start + share, K), BK):
         if EVEN:
             a = tl.load(wide, eviction_policy="evict_first")
             b = tl.load(tall, mask=real, other=0.0)

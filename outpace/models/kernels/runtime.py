@@ -53,6 +53,26 @@ def machine(device: torch.device) -> Machine:
     return Machine(found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", 0) or 2**16)
 
 
+@lru_cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can be started while the one before it ends: what it does first hides its start."""
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return cuda and torch.cuda.get_device_capability(device)[0] >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
+
+
+def early(device: torch.device) -> dict[str, bool]:
+    """Arguments of a launch that may overlap the one before it."""
+    return {"EARLY": True, "launch_pdl": True} if overlaps(device) else {"EARLY": False}
+
+
+@jit
+def begin(EARLY: constexpr):  # type: ignore[no-untyped-def]
+    """Wait for what the kernels before this one wrote; only then may the next one start: so it can rely on them too."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 _COUNTERS: dict[torch.device, list[torch.Tensor]] = {}
 
 
