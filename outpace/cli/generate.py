@@ -123,6 +123,7 @@ def chat(
         "seed": seed, **({"draft": load_model(draft, loading.draft)} if draft else {}), **pairs(option),
     }  # fmt: skip
     messages = [{"role": "system", "content": system}] if system else []
+    state_memory(lm, max_tokens)
     console = Console()
     console.print(f"[dim]{model}, method {method}; Ctrl-C stops an answer, Ctrl-D ends[/]")
     with tracing(trace, lm) as writer:
