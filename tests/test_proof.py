@@ -14,8 +14,9 @@ from outpace import noise, registry, sample, verify
 from outpace.api import Model
 from outpace.drafter import Drafter
 from outpace.errors import UsageError
+from outpace.growth import Growth
 from outpace.loading import wrap
-from outpace.methods.draft import Draft, Growth
+from outpace.methods.draft import Draft
 from outpace.models import attention, base, cache
 from outpace.models.base import LM, Scores
 from outpace.proof import judge, law

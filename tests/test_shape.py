@@ -30,7 +30,7 @@ LAYERS = [
     {"sample", "processors", "grammar", "drafter", "text"},
     {"verify", "policy", "costs", "calibration", "meter", "pool", "goodput"},
     {"models", "shelf"},
-    {"engine", "testing"},
+    {"engine", "testing", "growth"},
     {"methods", "registry", "trace"},
     {"api"},
     {"loading"},

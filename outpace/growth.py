@@ -1,0 +1,196 @@
+"""Growth: a model guesses, as a chain or as a best-first tree. Base of all methods that draft with a model.
+
+When the target samples, the draft draws with the target's own noise, so that the two mostly choose alike. Under a
+verifier that needs the draft's law (`residual`) it draws with noise of its own and leaves the law in the tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.drafter import Drafter
+from outpace.errors import UsageError
+from outpace.models.base import LM
+from outpace.sample import Pick
+from outpace.sequence import Sequence
+from outpace.tree import ROOT, Budget, Signal, Tree
+
+TOP = 10  # draft probabilities that policies see
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token that the draft would put under `parent`, a node of the tree it has scored."""
+
+    parent: int
+    token: int
+    reach: float  # log of the chance that it is accepted
+    signal: Signal
+
+
+@dataclass
+class Growth:
+    """A tree on its way: what the draft scored, and all it would add to it."""
+
+    seq: Sequence
+    budget: Budget
+    scored: Tree
+    reach: dict[int, float] = field(default_factory=lambda: {ROOT: 0.0})
+    candidates: list[Candidate] = field(default_factory=list)
+    since: int = 0  # nodes before this one have been scored
+    depth: int = 0
+
+
+class Held(NamedTuple):
+    """The row of a draft that a request has."""
+
+    lm: LM
+    row: int
+
+
+class Growing(Drafter):
+    """A drafter that asks a model: a subclass says which one, and brings the options `depth`, `nodes` and `width`."""
+
+    model_source = ""  # all of its nodes, which have no other name than the drafter's
+    depth: int
+    nodes: int  # 0: as many as a chain, or a tree of this width, of this depth has
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.depth < 0 or self.nodes < 0 or self.width < 1:
+            given = f"{self.depth}, {self.nodes}, {self.width}"
+            name = type(self).__name__.lower()
+            raise UsageError(f"{name} needs depth >= 0, nodes >= 0 and width >= 1, got {given}")
+
+    @property
+    def shape(self) -> Budget:  # type: ignore[override]
+        return Budget(self.depth, self.nodes or self.depth * self.width, self.width)
+
+    def lm(self, seq: Sequence) -> LM:
+        """The model that drafts for this request; the same one for all requests of a target."""
+        raise NotImplementedError
+
+    def row(self, seq: Sequence) -> int:
+        """The slot of `lm` that this request has."""
+        lm = self.lm(seq)
+        return seq.memory(self, lambda: Held(lm, lm.acquire(seq.tokens[:-1]))).row
+
+    def close(self, seq: Sequence) -> None:
+        held: Held | None = seq.forget(self)
+        if held is not None:
+            held.lm.release(held.row)
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        return self.propose_batch([seq], [budget])[0]
+
+    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
+        growths = [Growth(s, b, Tree([s.tokens[-1]])) for s, b in zip(seqs, budgets, strict=True)]
+        lm = self.lm(seqs[0])
+        # The target may use ids that a draft with a smaller vocabulary does not have; then it cannot follow.
+        active = [g for g in growths if g.budget.asked and max(g.seq.tokens) < lm.vocab]
+        lm.sync([growth.seq.tokens[:-1] for growth in active], [self.row(growth.seq) for growth in active])
+        chained = self._chained(lm, active)
+        if chained is not None:
+            return [chained.get(id(growth), growth.scored) for growth in growths]
+        while active:
+            rows, since = [self.row(growth.seq) for growth in active], [growth.since for growth in active]
+            scores = lm.score([growth.scored for growth in active], rows, since)
+            active = [growth for growth, s in zip(active, scores, strict=True) if self._grow(growth, s.logits)]
+        return [_final(growth) for growth in growths]
+
+    def _chained(self, lm: LM, growths: Seq[Growth]) -> dict[int, Tree] | None:
+        """Chains that the draft makes by itself, without a look from outside at each of its tokens; None where it
+        cannot, or where a policy wants to look."""
+        picks = [pick for growth in growths if (pick := _own_pick(growth)) is not None]
+        if not growths or len(picks) < len(growths):
+            return None
+        lengths = [min(growth.budget.asked, growth.budget.nodes) for growth in growths]
+        rows, roots = [self.row(growth.seq) for growth in growths], [growth.seq.tokens[-1] for growth in growths]
+        chains = lm.chain(rows, roots, max(lengths), picks)
+        if chains is None:
+            return None
+        trees = {}
+        for growth, chain, length in zip(growths, chains, lengths, strict=True):
+            tree = trees[id(growth)] = Tree([growth.seq.tokens[-1]])
+            for depth, guess in enumerate(chain[:length]):
+                if guess.token >= growth.seq.vocab:  # the draft's vocabulary is the larger one
+                    break
+                tree.add(depth, guess.token, Signal(guess.prob, 0.0))
+        return trees
+
+    def _grow(self, growth: Growth, logits: Tensor) -> bool:
+        """Add one level; True when there is more to draft."""  # [new nodes, vocab]
+        tree, seq, budget = growth.scored, growth.seq, growth.budget
+        level = []
+        for node, row in zip(range(growth.since, len(tree)), _fit(logits, seq.vocab), strict=True):
+            level += self._children(growth, node, row)
+        growth.candidates += level
+        growth.since, growth.depth = len(tree), growth.depth + 1
+        # Under a law of the draft's own, which draws grow on must not depend on what they are: the first does.
+        frontier = level[:1]
+        if seq.verifier.shares_noise:
+            frontier = sorted(level, key=lambda c: -c.reach)[: budget.width]
+        if growth.depth >= min(budget.asked, budget.nodes):
+            return False
+        if not seq.policy.proceed(seq, frontier[0].signal, growth.depth):
+            return False
+        for candidate in frontier:
+            node = tree.add(candidate.parent, candidate.token, candidate.signal)
+            growth.reach[node] = candidate.reach
+        return True
+
+    def _children(self, growth: Growth, node: int, logits: Tensor) -> list[Candidate]:
+        seq, tree = growth.seq, growth.scored
+        prefix = seq.tokens + [tree.tokens[n] for n in tree.path(node)[1:]]
+        shaped = seq.sampler.shape(logits, prefix)
+        law = shaped.double().softmax(-1)
+        shared = seq.verifier.shares_noise
+        noised = seq.sampler.noised(shaped, len(prefix), 0 if shared else seq.stats.passes + 1)
+        # With shared noise, how far a token leads after the noise tells how likely the target chooses it too.
+        chance = noised.double().softmax(-1) if shared else law
+        if not shared and not seq.sampler.greedy:
+            tree.probs[node] = law
+        tokens = noised.topk(min(growth.budget.width, int((law > 0).sum()))).indices
+        entropy = torch.special.entr(law).sum().item()
+        top = tuple(law.topk(min(TOP, law.numel())).values.tolist())
+        return [
+            Candidate(node, token, growth.reach[node] + math.log(max(p, 1e-300)), Signal(p, entropy, top))
+            for token, p in zip(tokens.tolist(), chance[tokens].tolist(), strict=True)
+        ]
+
+
+def _final(growth: Growth) -> Tree:
+    """The tree to verify: the candidates that are likeliest to be accepted; a likely node's parents are likelier."""
+    order = growth.candidates
+    if growth.seq.verifier.shares_noise:
+        order = sorted(order, key=lambda c: -c.reach)[: growth.budget.nodes]
+    tree, place = Tree([growth.scored.tokens[ROOT]]), {ROOT: ROOT}
+    for c in order:
+        if c.parent in place:
+            node = tree.add(place[c.parent], c.token, c.signal)
+            grown = growth.scored.child(c.parent, c.token)
+            if grown is not None:
+                place[grown] = node
+    tree.probs = {place[node]: law for node, law in growth.scored.probs.items() if node in place}
+    return tree
+
+
+def _own_pick(growth: Growth) -> Pick | None:
+    """How the draft may choose by itself: a chain, with the target's noise, that no policy looks at."""
+    seq, pick = growth.seq, growth.seq.sampler.pick
+    if growth.budget.width > 1 or seq.policy.looks or not seq.verifier.shares_noise or pick is None or pick.filters:
+        return None
+    return pick
+
+
+def _fit(logits: Tensor, vocab: int) -> Tensor:
+    """Logits over the target's vocabulary: models of one family pad it to different sizes."""  # [nodes, vocab]
+    if logits.shape[-1] >= vocab:
+        return logits[:, :vocab]
+    return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
