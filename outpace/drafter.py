@@ -22,6 +22,9 @@ class Drafter:
     taps: ClassVar[tuple[int, ...]] = ()  # hidden states of the target that it reads from `seq.hidden`
     shape: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less
 
+    def open(self, seq: Sequence) -> None:
+        """A request was submitted: prepare for its `target`, or refuse it, before anything runs."""
+
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         """A tree whose root is the last token of `seq`; no larger than `budget`."""
         raise NotImplementedError

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from outpace.drafter import Drafter
-from outpace.errors import UsageError
+from outpace.errors import UnsupportedModel, UsageError
 from outpace.models.base import LM
 from outpace.sample import Pick
 from outpace.sequence import Sequence
 from outpace.tree import ROOT, Budget, Signal, Tree
 
 TOP = 10  # draft probabilities that policies see
+TEXT = 64  # last tokens of the first prompt, on which a target's layers are chosen
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,30 @@ class Growing(Drafter):
             Candidate(node, token, growth.reach[node] + math.log(max(p, 1e-300)), Signal(p, entropy, top))
             for token, p in zip(tokens.tolist(), chance[tokens].tolist(), strict=True)
         ]
+
+
+class SelfDrafting(Growing):
+    """A drafter whose model is made of the target's own layers, when the first request names the target."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._target: LM | None = None
+        self._lm: LM | None = None
+
+    def make(self, target: LM, tokens: list[int]) -> LM:
+        """The draft of this target; `tokens` are the first prompt, on which layers may be chosen."""
+        raise NotImplementedError
+
+    def open(self, seq: Sequence) -> None:
+        self.lm(seq)
+
+    def lm(self, seq: Sequence) -> LM:
+        if self._lm is None or self._target is not seq.target:
+            assert seq.target is not None, "the engine names the target"
+            if seq.target.stack < 2:
+                raise UnsupportedModel(f"{self.name}: this model has no layers of which some could draft for it")
+            self._lm, self._target = self.make(seq.target, seq.tokens[-TEXT:]), seq.target
+        return self._lm
 
 
 def _final(growth: Growth) -> Tree:

@@ -24,6 +24,8 @@ METHODS: dict[str, str] = {
     "suffix": "outpace.methods.suffix:Suffix",
     "recycling": "outpace.methods.recycling:Recycling",
     "lookahead": "outpace.methods.lookahead:Lookahead",
+    "layerskip": "outpace.methods.layerskip:LayerSkip",
+    "pruned": "outpace.methods.pruned:Pruned",
     "auto": "outpace.methods.auto:Auto",
 }
 

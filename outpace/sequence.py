@@ -15,6 +15,7 @@ from outpace.tree import Tree
 
 if TYPE_CHECKING:
     from outpace.drafter import Drafter
+    from outpace.models.base import LM
     from outpace.policy import Policy
     from outpace.sample import Sampler
     from outpace.verify import Verifier
@@ -82,6 +83,7 @@ class Sequence:
     policy: Policy
     watcher: Watcher | None = None
 
+    target: LM | None = None  # since it was submitted
     vocab: int = 0  # of the target
     row: int | None = None  # slot of the target's cache while it runs
     hidden: Tensor | None = None  # [tokens in the cache, taps], when the drafter or the verifier asked for taps
@@ -136,6 +138,14 @@ class Sequence:
 
     def fail(self, message: str) -> None:
         self.finish_reason, self.error = "error", message
+
+
+def common_prefix(a: Seq[int], b: Seq[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
 
 
 def first_difference(a: Seq[Any], b: Seq[Any]) -> int | None:

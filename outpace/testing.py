@@ -6,13 +6,15 @@ a draft that shares its weights in part agrees with it in part.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor, nn
 
-from outpace.models.base import Job, Output
+from outpace.models.base import LM, Job, Output
 from outpace.models.cacheless import CachelessLM
+from outpace.models.early import EarlyLM
 
 VOCAB = 64
 
@@ -22,7 +24,7 @@ class ToyLM(CachelessLM):
 
     def __init__(self, layers: int = 2, seed: int = 0, vocab: int = VOCAB, context: int = 4096):
         super().__init__()
-        self.vocab, self.context, self.layers = vocab, context, layers
+        self.vocab, self.context, self.stack = vocab, context, layers
         generator = torch.Generator().manual_seed(seed)
 
         def weights(*shape: int) -> Tensor:
@@ -32,6 +34,19 @@ class ToyLM(CachelessLM):
         self.position = weights(64, 16) * 2
         self.head = weights(16, vocab) * 3
         self.qkvo = [weights(16, 64) for _ in range(layers)]
+
+    def slice(self, layers: Seq[int], eager: bool = False) -> ToyLM:
+        part = copy.copy(self)
+        part.rows, part.stack, part.qkvo = [], len(layers), [self.qkvo[i] for i in layers]
+        return part
+
+    def early(self, layers: int) -> LM | None:
+        return EarlyLM(self, layers)
+
+    def begin(self, jobs: Seq[Job], layers: int) -> list[Output]:
+        part = self.slice(range(layers))
+        part.rows = self.rows
+        return part.forward(jobs, (layers,))
 
     def run(self, tokens: list[int]) -> tuple[Tensor, list[Tensor]]:
         """Logits and hidden states of every position."""  # [tokens, vocab], layers + 1 of [tokens, 16]
@@ -50,7 +65,8 @@ class ToyLM(CachelessLM):
         return [self._forward(job, taps) for job in jobs]
 
     def _forward(self, job: Job, taps: tuple[int, ...]) -> Output:
-        held = self.rows[job.row].tokens + job.pending
+        row = self.rows[job.row]
+        held = (row.tokens + row.pending)[: job.start] + job.pending
         paths = [held[: job.start + i + 1] for i in range(len(job.pending))]
         if job.tree is not None:
             nodes = range(job.since, len(job.tree))

@@ -21,6 +21,8 @@ from tests.conftest import settings_of
 METHODS = [name for name in registry.methods() if registry.find(name).lossless]
 TREES: dict[str, dict[str, Any]] = {
     "draft": {"width": 3},
+    "layerskip": {"width": 3},
+    "pruned": {"width": 3},
     "ngram": {"matches": 3},
     "suffix": {"width": 3},
     "auto": {"draft": None, "candidates": "ngram+recycling+lookahead"},

@@ -30,7 +30,7 @@ LAYERS = [
     {"sample", "processors", "grammar", "drafter", "text"},
     {"verify", "policy", "costs", "calibration", "meter", "pool", "goodput"},
     {"models", "shelf"},
-    {"engine", "testing", "growth"},
+    {"engine", "testing", "growth", "layers"},
     {"methods", "registry", "trace"},
     {"api"},
     {"loading"},

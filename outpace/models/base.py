@@ -14,9 +14,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from outpace.errors import UsageError
+from outpace.errors import UnsupportedModel, UsageError
+from outpace.models.job import Begun, Job as Job
 from outpace.models.memory import Memory
 from outpace.sample import Pick
+from outpace.sequence import common_prefix
 from outpace.tree import Tree
 
 Picks = Seq[Pick | None] | None
@@ -66,6 +68,7 @@ class LM(Protocol):
     context: int  # the most tokens a row can hold
     trees: bool  # False: only chains can be scored
     asynchronous: bool  # True: `score` returns before the pass is done
+    stack: int  # layers that can be taken apart; 0: none can
 
     def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
         """A row for a request that starts with `tokens`; what a row already knows of them is reused."""
@@ -88,6 +91,16 @@ class LM(Protocol):
         """The model's own next `steps` choices after each row and its `token`, as if scored one by one; None when it
         has no faster way than that."""
 
+    def slice(self, layers: Seq[int], eager: bool = False) -> LM:
+        """A model of some of the layers on the same weights, with rows of its own; `eager`: not worth compiling."""
+
+    def early(self, layers: int) -> LM | None:
+        """The first layers and the head as a draft on this model's own rows, from which `score` goes on: no layer runs
+        twice for a node. None when this model cannot."""
+
+    def share(self, layers: int) -> float:
+        """How much of a pass so many layers and the head are, by the weights that are read."""
+
     def clear(self) -> None:
         """Forget what idle rows hold: the next request is computed from its first token on."""
 
@@ -109,42 +122,15 @@ class Row:
     pending: list[int] = field(default_factory=list)
     tree: Tree | None = None
     scored: int = 0  # nodes of the tree that a pass has seen; a drafter may have added more since
+    order: list[int] | None = None  # place in the tree of each node that was asked for, if they were put in order
+    begun: Begun | None = None  # by a draft that is this model's first layers
     taps: tuple[int, ...] = ()
     hidden: list[Tensor] = field(default_factory=list)  # of `tokens`, in pieces
     provisional: Tensor | None = None  # [nodes of the tree, taps]
     busy: bool = False
 
-
-@dataclass(frozen=True)
-class Job:
-    """What one row contributes to a pass: its pending tokens, then the nodes of its tree from `since` on."""
-
-    row: int
-    start: int  # tokens in the cache
-    pending: list[int]
-    tree: Tree | None = None
-    since: int = 0
-    pick: Pick | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.pending + (self.tree.tokens[self.since :] if self.tree is not None else [])
-
-    @property
-    def positions(self) -> list[int]:
-        first = self.start + len(self.pending)
-        nodes = [first + depth for depth in self.tree.depths[self.since :]] if self.tree is not None else []
-        return [*range(self.start, first), *nodes]
-
-    @property
-    def offset(self) -> int:
-        """Where in the row's cache the first of `tokens` is written."""
-        return self.start + len(self.pending) + self.since if not self.pending else self.start
-
-    @property
-    def end(self) -> int:
-        """Cache entries that exist after the pass."""
-        return self.start + len(self.pending) + (len(self.tree) if self.tree is not None else 0)
+    def forget_tree(self) -> None:
+        self.tree, self.scored, self.order, self.provisional, self.begun = None, 0, None, None, None
 
 
 @dataclass(frozen=True)
@@ -156,13 +142,6 @@ class Output:
     chosen: Chosen | None = None
 
 
-def common_prefix(a: Seq[int], b: Seq[int]) -> int:
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
-
-
 class SlotLM(ABC):
     """Rows, common prefixes and provisional trees; an adapter adds how a pass runs and how its cache moves."""
 
@@ -170,6 +149,7 @@ class SlotLM(ABC):
     context: int
     trees: bool = True
     asynchronous: bool = False
+    stack: int = 0
     chunk: int = CHUNK
 
     def __init__(self) -> None:
@@ -226,10 +206,9 @@ class SlotLM(ABC):
     def release(self, row: int) -> None:
         left = self.rows[row]
         left.busy, left.pending = False, []
-        left.tree, left.provisional, left.scored = None, None, 0
+        left.forget_tree()
 
     def clear(self) -> None:
-        """Forget what idle rows hold: the next request is computed from its first token on."""
         for index, row in enumerate(self.rows):
             if not row.busy:
                 self._truncate(index, row, self.crop(index, 0))
@@ -240,6 +219,7 @@ class SlotLM(ABC):
 
     def _sync(self, wanted: list[int], index: int) -> None:
         row = self.rows[index]
+        row.begun = None
         held = row.tokens + row.pending
         common = common_prefix(held, wanted)
         if row.tree is not None:
@@ -267,12 +247,16 @@ class SlotLM(ABC):
                 self.keep_row(index, [])  # a new tree overwrites one that was not kept
             pick = picks[i] if picks else None
             jobs.append(Job(index, len(row.tokens), row.pending, tree, since[i] if since else 0, pick))
+        if not any(self.rows[index].taps for index in rows):  # of the first layers there would be none
+            jobs = [job.resume(begun) if (begun := self.rows[job.row].begun) else job for job in jobs]
         return self._run(jobs)
 
     def _run(self, jobs: list[Job]) -> list[Scores]:
         self.reserve(jobs)
         taps = tuple(sorted({tap for job in jobs for tap in self.rows[job.row].taps}))
         scores = []
+        for job in jobs:
+            self.rows[job.row].begun = None  # used up, also if the pass breaks off
         for job, output in zip(jobs, self.forward(jobs, taps), strict=True):
             row = self.rows[job.row]
             fed = len(job.pending)
@@ -288,19 +272,35 @@ class SlotLM(ABC):
                 row.provisional = torch.cat([*old, hidden])
             if job.tree is not None:
                 row.tree, row.scored = job.tree, len(job.tree)
+                row.order = None if job.resumed is None else job.resumed.order
                 assert output.logits is not None
-                scores.append(Scores(output.logits, hidden, output.chosen))
+                logits = output.logits if row.order is None else output.logits[row.order]
+                scores.append(Scores(logits, hidden, output.chosen))
         return scores
 
     def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
         return None
+
+    def slice(self, layers: Seq[int], eager: bool = False) -> LM:
+        raise UnsupportedModel(f"{type(self).__name__} cannot be run without some of its layers")
+
+    def early(self, layers: int) -> LM | None:
+        return None
+
+    def share(self, layers: int) -> float:
+        return layers / max(self.stack, 1)
+
+    def begin(self, jobs: Seq[Job], layers: int) -> list[Output]:
+        """For models with `early`: a pass of the first layers and the head, with what leaves them as tap `layers`."""
+        raise NotImplementedError
 
     def memory(self, tokens: int) -> Memory | None:
         return None
 
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
         for path, index in zip(paths, rows, strict=True):
-            self.keep_row(index, path)
+            order = self.rows[index].order
+            self.keep_row(index, path if order is None else [order[node] for node in path])
 
     def keep_row(self, index: int, path: list[int]) -> None:
         row = self.rows[index]
@@ -309,7 +309,7 @@ class SlotLM(ABC):
         row.tokens.extend(row.tree.tokens[node] for node in path)
         if row.provisional is not None:
             row.hidden.append(row.provisional[path])
-        row.tree, row.provisional, row.scored = None, None, 0
+        row.forget_tree()
 
     def hidden(self, row: int) -> Tensor | None:
         return self._joined(self.rows[row])

@@ -89,11 +89,11 @@ class SlotCache(Cache):
         for side in (*self.keys, *self.values):
             side.pop(row, None)
 
-    def move(self, row: int, start: int, path: list[int]) -> None:
-        """Gather the entries `start + path` to directly behind `start`."""
+    def move(self, row: int, start: int, path: list[int], layers: int | None = None) -> None:
+        """Gather the entries `start + path` to directly behind `start`, in all layers or in the first ones."""
         if path == list(range(len(path))):
             return
-        for side in (*self.keys, *self.values):
+        for side in (*self.keys[:layers], *self.values[:layers]):
             if row in side:
                 index = torch.tensor(path, device=side[row].device) + start
                 side[row][:, start : start + len(path)] = side[row].index_select(1, index)

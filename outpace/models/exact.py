@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from outpace.errors import UnsupportedModel
 from outpace.models.attention import Reach
-from outpace.models.base import Job, Output
+from outpace.models.base import LM, Job, Output
 from outpace.models.hf import PROBE, PackedLM
 from outpace.tree import Tree
 
@@ -39,6 +39,9 @@ class ExactLM(PackedLM):
             for part, output in zip(parts, super().forward([part.job for part in parts], taps), strict=True):
                 outputs[part.owner].append(output)
         return [_joined(pieces) for pieces in outputs]
+
+    def early(self, layers: int) -> LM | None:
+        return None  # parts of a pass would have to have one shape too
 
     def _inputs(self, jobs: Seq[Job]) -> Tensor:  # [2, ROWS]: token ids and positions
         given = super()._inputs(jobs)

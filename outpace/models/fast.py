@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +24,12 @@ from outpace.models.kernels import cpu
 from outpace.models.lane import Lane
 from outpace.models.memory import Memory
 from outpace.models.pool import PoolCache, Shape
+from outpace.models.stages import Ran, Span
 from outpace.models.taps import apart, recording
 from outpace.tree import Tree
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Forward = Callable[[Seq[Job], tuple[int, ...]], list[Output]]
 FEWEST = 2  # tokens and slots of a pass: a size of one would be compiled as another program
 
@@ -107,11 +110,11 @@ class FastLM(PackedLM):
         self.clear()
         return torch.cat(logits)
 
-    def slice(self, layers: Seq[int]) -> PackedLM:
+    def slice(self, layers: Seq[int], eager: bool = False) -> PackedLM:
         part = PackedLM(self.model, layers, self.cache.limit)
         part.cache.kinds = self.cache.kinds
         part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
-        return type(self).of(part, self.halves)
+        return part if eager else type(self).of(part, self.halves)
 
     @property
     def fingerprint(self) -> str:
@@ -122,16 +125,36 @@ class FastLM(PackedLM):
         return replace(found, weights=found.weights + self.halves.bytes)
 
     def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        if any(job.resumed is not None for job in jobs):
+            return self.resume(jobs)
+        found = self._attempt(jobs, lambda: self.quickly(jobs, taps))
+        return super().forward(jobs, taps) if found is None else found
+
+    def _attempt(self, jobs: Seq[Job], quickly: Callable[[], T]) -> T | None:
+        """What a compiled pass gives; None where there is none for these jobs."""
         if not lane.fits(jobs, self.windows, self.most_tokens):
-            return super().forward(jobs, taps)
+            return None
         try:
-            return self.quickly(jobs, taps)
+            return quickly()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a size that the compiler cannot do: what it wrote, the eager pass overwrites
             logger.warning("%s runs eagerly from now on: %s", type(self.model).__name__, reason(error))
             self.most_tokens = 0
-            return super().forward(jobs, taps)
+            return None
+
+    def part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran:
+        found = self._attempt(jobs, lambda: self._quick_part(span, jobs, entering, nodes))
+        return super().part(span, jobs, entering, nodes) if found is None else found
+
+    @torch.no_grad()
+    def _quick_part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran:
+        ids, given = self._packed(jobs)
+        if entering is not None and len(entering) < len(ids):
+            entering = torch.nn.functional.pad(entering, (0, 0, 0, len(ids) - len(entering)))
+        wanted = None if nodes is None else torch.tensor(nodes)
+        ran = self.stage(self.quick, span).run(ids, entering, wanted, **given)
+        return ran._replace(states=ran.states[: sum(len(job.tokens) for job in jobs)])
 
     def quickly(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
         """A compiled pass."""
@@ -141,20 +164,17 @@ class FastLM(PackedLM):
 
     @torch.no_grad()
     def run(self, jobs: Seq[Job], nodes: list[int]) -> Tensor:  # [nodes, vocab]
+        ids, given = self._packed(jobs)
+        return self.quick(input_ids=ids[None], **given, logits_to_keep=torch.tensor(nodes)).logits[0]
+
+    def _packed(self, jobs: Seq[Job]) -> tuple[Tensor, dict[str, Any]]:
+        """The tokens of a pass, and all else that the model is given with them."""
         count = sum(len(job.tokens) for job in jobs)
         packing = lane.pack(jobs, self.cache, max(FEWEST, count), max(FEWEST, len(jobs)))
         columns = torch.tensor(packing.tokens).T.contiguous()
         ids, positions, where, bits = columns[0], columns[1], columns[2], columns[3:].T.contiguous()
         lanes = self.lanes(where, torch.tensor(packing.jobs), bits, positions)
-        out = self.quick(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=torch.tensor(nodes),
-            reach=lanes,
-        )
-        return out.logits[0]
+        return ids, dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, reach=lanes)
 
     def lanes(self, where: Tensor, jobs: Tensor, bits: Tensor, positions: Tensor) -> tuple[Lane, ...]:
         sides = zip(self.cache.sides, self.windows, strict=True)

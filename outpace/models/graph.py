@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace.models import lane
-from outpace.models.base import Chosen, Guess, Job, Output
+from outpace.models.base import LM, Chosen, Guess, Job, Output
 from outpace.models.chain import MOST_STEPS, Chains, Link
 from outpace.models.fast import FastLM
 from outpace.models.halves import Halves
@@ -105,6 +105,9 @@ class GraphLM(FastLM):
         if packed.model.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"there are no kernels for {packed.model.dtype}"
         return None
+
+    def early(self, layers: int) -> LM | None:
+        return None  # there are no graphs of parts of a pass
 
     def quickly(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
         captured = self._captured(Size.of(sum(len(job.tokens) for job in jobs), len(jobs), taps))

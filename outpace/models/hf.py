@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,11 @@ from outpace.errors import CacheFull, UnsupportedModel, UsageError
 from outpace.models import attention
 from outpace.models.base import LM, Job, Output, Reference, SlotLM
 from outpace.models.cache import SlotCache
+from outpace.models.early import EarlyLM
 from outpace.models.memory import Memory, free, weights
 from outpace.models.native import NativeLM
 from outpace.models.reference import ModelReference
+from outpace.models.stages import Ran, Span, Stage, resume, trim
 from outpace.models.taps import apart, context_length, decoder_layers, recording, twin
 from outpace.tree import Tree
 
@@ -78,9 +81,7 @@ def view(model: PreTrainedModel, layers: Seq[int] | None = None) -> PreTrainedMo
             for module in layer.modules():
                 if hasattr(module, "layer_idx"):
                     module.layer_idx = place  # type: ignore[assignment]
-        if getattr(config, "layer_types", None) is not None:
-            config.layer_types = [config.layer_types[i] for i in layers]
-        config.num_hidden_layers = len(layers)
+        trim(config, layers)
     return ours
 
 
@@ -121,6 +122,8 @@ class PackedLM(SlotLM):
         self.vocab: int = text.vocab_size
         self.context: int = context_length(model.config)
         self.cache = SlotCache(len(self.layers), cache_limit)
+        self.stack = len(self.layers)
+        self._stages: dict[tuple[int, Span], Stage] = {}
 
     @classmethod
     def fitting(cls, model: PreTrainedModel, cache_limit: int | None = None) -> PackedLM | None:
@@ -160,8 +163,7 @@ class PackedLM(SlotLM):
     def device(self) -> torch.device:
         return self.view.get_input_embeddings().weight.device
 
-    def slice(self, layers: Seq[int]) -> PackedLM:
-        """An LM of some of the layers, on the same weights, with a cache of its own."""
+    def slice(self, layers: Seq[int], eager: bool = False) -> PackedLM:
         part = type(self)(self.model, layers, self.cache.limit)
         part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
         return part
@@ -206,7 +208,29 @@ class PackedLM(SlotLM):
             return False  # the target row will be filled by a prefill, or that will say that there is no room
         return True
 
+    def share(self, layers: int) -> float:
+        decoder, name = decoder_layers(self.view)
+        stack, head = weights(getattr(decoder, name)), weights(self.view.get_output_embeddings())
+        return (layers / self.stack * stack + head) / (stack + head)
+
+    def early(self, layers: int) -> LM | None:
+        return EarlyLM(self, layers)
+
+    def begin(self, jobs: Seq[Job], layers: int) -> list[Output]:
+        ran = self.part(Span(0, layers), jobs, None, places(jobs))
+        assert ran.logits is not None
+        return self.split(jobs, ran.logits, {layers: ran.states})
+
+    def resume(self, jobs: Seq[Job]) -> list[Output]:
+        """A pass in which some tokens go on from where a draft has brought them."""
+        for job in jobs:
+            if (done := job.resumed) is not None:
+                self.cache.move(job.row, job.start + len(job.pending), done.nodes, done.layers)
+        return self.split(jobs, resume(self, jobs, places(jobs)), {})
+
     def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        if any(job.resumed is not None for job in jobs):
+            return self.resume(jobs)
         nodes = places(jobs)
         with recording(self.view, taps) as recorded:
             logits = self._pass(jobs, nodes or [sum(len(job.tokens) for job in jobs) - 1])
@@ -224,19 +248,31 @@ class PackedLM(SlotLM):
 
     @torch.no_grad()
     def _pass(self, jobs: Seq[Job], nodes: list[int]) -> Tensor:  # [nodes, vocab]
+        ids, given = self._given(jobs)
+        wanted = torch.tensor(nodes, device=self.device)
+        out = self.view(input_ids=ids[None], **given, logits_to_keep=wanted)
+        if (calls := given["reach"].calls) != self.stack:
+            raise UnsupportedModel(f"{calls} of {self.stack} layers attend through our function")
+        return out.logits[0]
+
+    def _given(self, jobs: Seq[Job]) -> tuple[Tensor, dict[str, Any]]:
+        """The tokens of a pass, and all else that the model is given with them."""
         ids, positions = self._inputs(jobs).to(self.device)
         reach = self._reach(jobs)
-        out = self.view(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=torch.tensor(nodes, device=self.device),
-            reach=reach,
-        )
-        if reach.calls != len(self.layers):
-            raise UnsupportedModel(f"{reach.calls} of {len(self.layers)} layers attend through our function")
-        return out.logits[0]
+        return ids, dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, reach=reach)
+
+    @torch.no_grad()
+    def part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran:
+        """A pass of some of the layers, on `entering` if they are not the first."""  # [tokens, hidden], nodes
+        ids, given = self._given(jobs)
+        wanted = None if nodes is None else torch.tensor(nodes, device=self.device)
+        return self.stage(self.view, span).run(ids, entering, wanted, **given)
+
+    def stage(self, model: PreTrainedModel, span: Span) -> Stage:
+        key = id(model), span
+        if key not in self._stages:
+            self._stages[key] = Stage(model, span)
+        return self._stages[key]
 
     def _inputs(self, jobs: Seq[Job]) -> Tensor:  # [2, tokens of all jobs]: ids and positions
         return torch.tensor([[t for job in jobs for t in job.tokens], [p for job in jobs for p in job.positions]])

@@ -9,19 +9,38 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from outpace.errors import UnsupportedModel
-from outpace.models.base import RIDE, Job, Output, Reference, SlotLM
+from outpace.errors import UnsupportedModel, UsageError
+from outpace.models.base import LM, RIDE, Job, Output, Reference, SlotLM
 from outpace.models.reference import ModelReference
-from outpace.models.taps import apart, context_length, recording, twin
+from outpace.models.taps import apart, context_length, decoder_layers, recording, twin
 from outpace.tree import ROOT
 
 PROBE = 16  # tokens of context in the trial of a model
+
+
+class Passed(nn.Module):
+    """A layer that is left out."""
+
+    def __init__(self, layer: nn.Module, pair: bool):
+        super().__init__()
+        self.layer, self.pair = layer, pair
+
+    def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor]:
+        return (hidden,) if self.pair else hidden
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)  # models ask a layer for its kind
 
 
 @dataclass
@@ -41,6 +60,8 @@ class NativeLM(SlotLM):
         super().__init__()
         self.model = model
         self.twin = twin(model)
+        with suppress(UnsupportedModel):  # it may have no list of layers
+            self.stack = len(getattr(*decoder_layers(self.twin)))
         self.vocab: int = model.config.get_text_config().vocab_size
         self.context: int = context_length(model.config)
         accepted = inspect.signature(model.forward).parameters
@@ -77,6 +98,21 @@ class NativeLM(SlotLM):
         context = apart(self._feed(self._fresh(), rest), one_by_one)
         return apart(self._feed(saved, rest), one_by_one) <= max(0.1 * context, 1e-4)
 
+    def slice(self, layers: Seq[int], eager: bool = False) -> LM:
+        """The other layers are passed through, so that none loses its number in the cache."""
+        if not layers or 0 not in layers or any(not 0 <= i < self.stack for i in layers):
+            raise UsageError(f"a slice takes layers 0 to {self.stack - 1}, the first among them, got {list(layers)}")
+        for pair in (False, True):  # what a layer returns is the model's own affair
+            part = twin(self.model)
+            decoder, name = decoder_layers(part)
+            stack = getattr(decoder, name)
+            setattr(decoder, name, nn.ModuleList(x if i in layers else Passed(x, pair) for i, x in enumerate(stack)))
+            try:
+                return NativeLM(part)
+            except UnsupportedModel as error:
+                problem = error
+        raise UnsupportedModel(f"{type(self.model).__name__} cannot be run without some of its layers: {problem}")
+
     @property
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device
@@ -105,7 +141,7 @@ class NativeLM(SlotLM):
             for job in jobs:
                 row = self.rows[job.row]
                 row.pending = row.tokens + row.pending
-                row.tree, row.provisional, row.scored = None, None, 0
+                row.forget_tree()
                 self._truncate(job.row, row, self.crop(job.row, 0))
             raise
 

@@ -154,13 +154,13 @@ class PoolCache(SlotCache):
         super().forget(row)
         self.regions.pop(row, None)
 
-    def move(self, row: int, start: int, path: list[int]) -> None:
+    def move(self, row: int, start: int, path: list[int], layers: int | None = None) -> None:
         first = next((i for i, node in enumerate(path) if node != i), len(path))
         if first == len(path):
             return
         at = self.base(row) + start
         index = torch.tensor(path[first:], device=self.device) + at
-        self.pool[:, :, at + first : at + len(path)] = self.pool.index_select(2, index)
+        self.pool[:layers, :, at + first : at + len(path)] = self.pool[:layers].index_select(2, index)
 
     def copy(self, source: int, target: int, length: int) -> None:
         if source not in self.regions:

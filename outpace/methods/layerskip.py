@@ -1,0 +1,63 @@
+"""LayerSkip: the target guesses with its own first layers, and verifies from there on with the others.
+
+The draft lives in the target's own cache, and a pass of the target goes on where the draft stopped, so that no layer
+runs twice for a guess. A model that was trained for early exits guesses well; most others need most of their layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from outpace.errors import UsageError
+from outpace.growth import SelfDrafting
+from outpace.layers import Probe, parse, spell, without
+from outpace.models.base import LM
+from outpace.sequence import Sequence
+
+AUTO = "auto"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class LayerSkip(SelfDrafting):
+    """The target's own first layers guess; verification goes on from where they stopped."""
+
+    exit: int | str = 0  # after so many layers; 0: a quarter of them; "auto": chosen on the first prompt
+    skip: int | str | tuple[int, ...] = 0  # instead: leave out so many, found on the first prompt, or these: "9+12-14"
+    depth: int = 4
+    nodes: int = 0  # 0: as many as a chain, or a tree of this width, of this depth has
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.exit != AUTO and (isinstance(self.exit, str) or self.exit < 0):
+            raise UsageError(f"exit={self.exit!r} is neither a number of layers nor {AUTO!r}")
+        if isinstance(self.skip, int) and self.skip < 0:
+            raise UsageError(f"skip={self.skip} is not a number of layers")
+        if self.skip and self.exit:
+            raise UsageError("layerskip takes an exit or layers to skip, not both")
+        self._shared = False  # whether the draft lives in the target's own rows
+
+    def make(self, target: LM, tokens: list[int]) -> LM:
+        probe = Probe(target, [tokens])
+        if self.skip:
+            gone = probe.search(self.skip) if isinstance(self.skip, int) else parse(self.skip)
+            logger.info("layerskip leaves out layers %s of %d", spell(gone), target.stack)
+            self._shared = False
+            return target.slice(without(target.stack, gone))
+        layers = self.exit or max(1, target.stack // 4)
+        layers = probe.best_exit(self.depth) if isinstance(layers, str) else layers
+        if layers >= target.stack:
+            raise UsageError(f"exit={layers} leaves nothing to verify with: this model has {target.stack} layers")
+        logger.info("layerskip leaves after %d of %d layers", layers, target.stack)
+        early = target.early(layers)
+        self._shared = early is not None
+        return target.slice(range(layers)) if early is None else early
+
+    def row(self, seq: Sequence) -> int:
+        lm = self.lm(seq)
+        if not self._shared:
+            return super().row(seq)
+        assert seq.row is not None, f"a running sequence has a row, which {type(lm).__name__} shares"
+        return seq.row

@@ -1,0 +1,50 @@
+"""Pruned: the target without some of its layers is its own draft model, with a cache of its own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from outpace.errors import UsageError, unknown
+from outpace.growth import SelfDrafting
+from outpace.layers import Probe, parse, spell, without
+from outpace.models.base import LM
+
+AUTO = "auto"
+RULES = ("angle", "search")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Pruned(SelfDrafting):
+    """The target without a few of its layers guesses what comes next."""
+
+    remove: int | str = 0  # layers; 0: an eighth of them; "auto": as many as pay, by the first prompt
+    by: str = "angle"  # which: the block that turns its input least, or "search", anywhere
+    layers: str | tuple[int, ...] = ""  # or exactly these stay: "0-8+15-29"
+    depth: int = 4
+    nodes: int = 0  # 0: as many as a chain, or a tree of this width, of this depth has
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.remove != AUTO and (isinstance(self.remove, str) or self.remove < 0):
+            raise UsageError(f"remove={self.remove!r} is neither a number of layers nor {AUTO!r}")
+        if self.by not in RULES:
+            raise unknown("rule to prune by", self.by, RULES)
+        if self.layers and self.remove:
+            raise UsageError("pruned takes a number of layers to remove or the layers that stay, not both")
+
+    def make(self, target: LM, tokens: list[int]) -> LM:
+        kept = sorted(set(parse(self.layers))) if self.layers else self._chosen(Probe(target, [tokens]))
+        logger.info("pruned drafts with layers %s of %d", spell(kept), target.stack)
+        return target.slice(kept)
+
+    def _chosen(self, probe: Probe) -> list[int]:
+        stack = probe.lm.stack
+        count = self.remove or max(1, stack // 8)
+        if isinstance(count, str):
+            count = probe.best_count(max(1, stack // 2), self.depth)
+        if count >= stack:
+            raise UsageError(f"remove={count} leaves no layer: this model has {stack}")
+        return without(stack, probe.block(count) if self.by == "angle" else probe.search(count))
