@@ -68,9 +68,14 @@ def gain(agreement: float, cost: float, depth: int) -> float:
 class Probe:
     """A model on texts that show what it would choose."""
 
-    lm: LM
+    target: LM
     texts: Seq[list[int]]
     seen: dict[tuple[int, ...], float] = field(default_factory=dict)  # agreement of sets of layers
+
+    @cached_property
+    def lm(self) -> LM:
+        """All layers, with rows of their own: those of the target are left alone."""
+        return self.target.slice(range(self.target.stack), eager=True)
 
     @cached_property
     def wanted(self) -> Tensor:  # [tokens of all texts]
@@ -104,14 +109,14 @@ class Probe:
 
     def best_exit(self, depth: int) -> int:
         """Where to leave for the most tokens for the price of a pass, with chains of this depth."""
-        stack = self.lm.stack
+        stack = self.target.stack
         tried = sorted({min(max(1, stack * part // 8), stack - 1) for part in EIGHTHS})
-        return max(tried, key=lambda layers: gain(self.exit(layers), self.lm.share(layers), depth))
+        return max(tried, key=lambda layers: gain(self.exit(layers), self.target.share(layers), depth))
 
     @cached_property
     def states(self) -> Tensor:  # [layers + 1, tokens, hidden]
         """What enters each layer, of all tokens but the first of a text: those are often unlike all others."""
-        taps, found = tuple(range(self.lm.stack + 1)), []
+        taps, found = tuple(range(self.target.stack + 1)), []
         for text in self.texts:
             row = self.lm.acquire([], taps)
             try:
@@ -129,7 +134,7 @@ class Probe:
 
     def block(self, count: int) -> list[int]:
         """The consecutive layers that turn least what enters them."""
-        last = self.lm.stack - count
+        last = self.target.stack - count
         first = min(range(1, last), key=lambda layer: self.angle(layer, count), default=last)
         return list(range(first, first + count))
 
@@ -138,7 +143,7 @@ class Probe:
 
         From the ones that turn least, by exchanging one at a time; the same ones every time.
         """
-        stack, draw = self.lm.stack, random.Random(SEED)
+        stack, draw = self.target.stack, random.Random(SEED)
         order = sorted(range(1, stack - 1), key=lambda layer: self.angle(layer, 1))[: max(3 * count, 8)]
         if len(order) < count:
             return self.block(count)
@@ -152,9 +157,9 @@ class Probe:
 
     def best_count(self, most: int, depth: int) -> int:
         """How many layers to leave out for the most tokens for the price of a pass, blocks of up to `most`."""
-        stack = self.lm.stack
+        stack = self.target.stack
 
         def worth(count: int) -> float:
-            return gain(self.kept(without(stack, self.block(count))), self.lm.share(stack - count), depth)
+            return gain(self.kept(without(stack, self.block(count))), self.target.share(stack - count), depth)
 
         return max(range(1, most + 1), key=worth)

@@ -36,10 +36,14 @@ def test_every_method_gives_the_tokens_of_eager_plain_decoding(kind: str, device
     assert type(slow.lm) is PackedLM
     for settings in ({}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}):
         plain = [r.tokens for r in slow.generate(PROMPTS, method="plain", max_tokens=24, **settings)]
-        for method in ("plain", "recycling"):
+        for method in ("plain", "recycling", "layerskip:exit=2,depth=3", "layerskip:exit=1,width=3"):
             together = quick.generate(PROMPTS, method=method, max_tokens=24, **settings)
             assert [r.tokens for r in together] == plain
         assert quick.generate(PROMPTS[0], method="recycling", max_tokens=24, **settings).tokens == plain[0]
+    if device == "cpu":
+        assert isinstance(quick.lm, FastLM) and quick.lm.most_tokens  # nothing made it give up
+        parts = {model == id(quick.lm.quick) for model, _ in quick.lm._stages}
+        assert parts == {True} if kind == "llama" else True in parts  # windows end within some of these trees
 
 
 def test_a_cpu_pass_gives_the_same_bits_alone_and_in_a_tree() -> None:
@@ -101,7 +105,8 @@ def test_a_slice_has_its_own_compiled_passes() -> None:
     whole = fast("llama").lm
     assert isinstance(whole, FastLM)
     part = whole.slice([0])
-    assert isinstance(part, FastLM)
+    assert isinstance(part, FastLM) and whole.slice([0]) is part  # to compile it takes a while
+    assert type(whole.slice([0], eager=True)) is PackedLM
     eager = PackedLM(whole.model, [0])
     logits = []
     for lm in (part, eager):

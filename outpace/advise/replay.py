@@ -26,7 +26,8 @@ class ReplayLM(CachelessLM):
     def __init__(self, target: LM, recordings: Seq[Recording]):
         super().__init__()
         self.recording: Recording | None = None  # what is replayed now
-        self.vocab, self.context, self.trees = target.vocab, target.context, target.trees
+        self.vocab, self.context, self.trees, self.stack = target.vocab, target.context, target.trees, target.stack
+        self._target = target
         self._endings = _by_ending(recordings)
         self._latest: dict[int, list[int]] = {}  # token -> what was last likely after it
 
@@ -60,6 +61,12 @@ class ReplayLM(CachelessLM):
     def _elsewhere(self, *ending: int) -> list[int]:
         found = self._endings.get(ending, {})
         return found.get(id(self.recording)) or next(iter(found.values()), [])
+
+    def slice(self, layers: Seq[int], eager: bool = False) -> LM:
+        return self._target.slice(layers, eager)  # a draft of the target's own layers has to run
+
+    def share(self, layers: int) -> float:
+        return self._target.share(layers)
 
     def reference(self) -> Reference:
         raise UsageError("a recording has no reference")

@@ -41,7 +41,7 @@ class Pruned(SelfDrafting):
         return target.slice(kept)
 
     def _chosen(self, probe: Probe) -> list[int]:
-        stack = probe.lm.stack
+        stack = probe.target.stack
         count = self.remove or max(1, stack // 8)
         if isinstance(count, str):
             count = probe.best_count(max(1, stack // 2), self.depth)

@@ -1,0 +1,346 @@
+"""Drafts from the target's own layers: early exits that are resumed, layers that are left out, checkpoints of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import outpace
+from outpace import registry
+from outpace.advise.rank import Candidate, replay
+from outpace.advise.recording import record
+from outpace.api import Model, Request
+from outpace.errors import UnsupportedModel, UsageError
+from outpace.layers import Probe, gain, parse, spell, without
+from outpace.models.base import Job
+from outpace.models.cache import SlotCache
+from outpace.models.cacheless import CachelessLM
+from outpace.models.early import EarlyLM
+from outpace.models.hf import PackedLM, adapt
+from outpace.models.job import Begun
+from outpace.models.native import NativeLM
+from outpace.sample import Sampling
+from outpace.testing import ToyLM
+from outpace.tree import Tree
+from tests.test_models import PROMPTS, assert_same, only_layers, text, tiny, tokens, transformers_logits, wrapped
+from tests.tiny_models import NATIVE, PACKED, build
+
+SHAPES = [{"depth": 4}, {"depth": 3, "width": 3, "nodes": 40}]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Exits
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_pass_goes_on_from_what_was_begun(name: str):
+    """A tree that is drafted in part, in another order, with pending tokens: the logits are those of Transformers."""
+    model, lm = tiny(name), adapt(tiny(name))
+    early = lm.early(2)
+    assert isinstance(early, EarlyLM)
+    small, prompts = only_layers(model, [0, 1]), [text(30, 1), text(9, 2)]
+    rows = [lm.acquire(prompt) for prompt in prompts]
+    early.sync(prompts, rows)
+    drafted = [Tree([7, 8, 9], [-1, 0, 0]), Tree.chain([7, 8])]
+    first = early.score(drafted, rows)
+    drafted[0].add(1, 10)
+    drafted[0].add(2, 12)
+    later = early.score(drafted, rows, since=[3, 2])
+    seen = torch.cat([first[0].logits, later[0].logits])
+    for node in range(5):
+        path = [drafted[0].tokens[n] for n in drafted[0].path(node)]
+        assert_same(seen[node], transformers_logits(small, prompts[0] + path)[-1])
+    # Node 1 was dropped with its child, the others stand elsewhere, and some are new.
+    asked = [Tree([7, 5, 9, 6, 12, 13], [-1, 0, 0, 1, 2, 4]), Tree([7, 3, 8, 4], [-1, 0, 0, 2])]
+    scores = lm.score(asked, rows)
+    for tree, score, prompt in zip(asked, scores, prompts, strict=True):
+        for node in range(len(tree)):
+            path = [tree.tokens[n] for n in tree.path(node)]
+            assert_same(score.logits[node], transformers_logits(model, prompt + path)[-1])
+    lm.keep([[0, 2, 4, 5], [0, 2, 3]], rows)
+    after = lm.score([Tree.chain([20, 21]), Tree([22])], rows)
+    assert_same(after[0].logits, transformers_logits(model, [*prompts[0], 7, 9, 12, 13, 20, 21])[-2:])
+    assert_same(after[1].logits, transformers_logits(model, [*prompts[1], 7, 8, 4, 22])[-1:])
+
+
+class Evaluations:
+    """What every layer of a packed model computed: (layer, the text up to and with the token) -> times."""
+
+    def __init__(self, lm: PackedLM, monkeypatch: pytest.MonkeyPatch):
+        self.times: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        write = SlotCache.write
+
+        def counted(cache: SlotCache, layer: int, key: Any, value: Any, jobs: list[Job]) -> None:
+            if cache is lm.cache:
+                for job in jobs:
+                    self.add(lm, layer, job)
+            write(cache, layer, key, value, jobs)
+
+        monkeypatch.setattr(SlotCache, "write", counted)
+
+    def add(self, lm: PackedLM, layer: int, job: Job) -> None:
+        row = lm.rows[job.row]
+        held = (row.tokens + row.pending)[: job.start]
+        for i in range(len(job.pending)):
+            self.times[layer, (*held, *job.pending[: i + 1])] += 1
+        assert job.tree is not None
+        for node in range(job.since, len(job.tree)):
+            path = [job.tree.tokens[n] for n in job.tree.path(node)]
+            self.times[layer, (*held, *job.pending, *path)] += 1
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
+@pytest.mark.parametrize("exit", [1, 2])
+def test_no_layer_runs_twice_for_a_token(exit: int, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    ours, prompts = outpace.wrap(tiny("llama")), [text(9, 1), text(3, 2), text(14, 3)]
+    plain = tokens(ours.generate(prompts, method="plain", max_tokens=24))
+    ours.lm.clear()
+    assert isinstance(ours.lm, PackedLM)
+    found = Evaluations(ours.lm, monkeypatch)
+    drafted = ours.generate(prompts, method="layerskip", exit=exit, max_tokens=24, **shape)
+    assert tokens(drafted) == plain
+    assert sum(c.stats.accepted for c in drafted) > 0
+    assert set(found.times.values()) == {1}
+    # Every token that was fed went through all layers: none was skipped either.
+    layers = [{seen for layer, seen in found.times if layer == i} for i in range(3)]
+    assert layers[0] == layers[1] == layers[2]
+    assert all(tuple(p + a[:-1]) in layers[2] for p, a in zip(prompts, plain, strict=True))
+
+
+def test_what_a_draft_that_is_pruned_began_is_the_only_thing_that_is_lost(monkeypatch: pytest.MonkeyPatch):
+    """Under a policy that verifies less than was drafted, the first layers of some guesses ran for nothing."""
+    ours, prompts = outpace.wrap(tiny("llama")), [text(9, 1), text(3, 2)]
+    found = Evaluations(ours.lm, monkeypatch)  # type: ignore[arg-type]
+    options = {"method": "layerskip", "exit": 2, "depth": 4, "width": 3, "max_tokens": 24}
+    plain = tokens(ours.generate(prompts, method="plain", max_tokens=24))
+    ours.lm.clear()
+    found.times.clear()
+    for policy in ("auto", "fixed:nodes=2", "heuristic", "confidence"):
+        assert tokens(ours.generate(prompts, policy=policy, **options)) == plain
+        ours.lm.clear()
+        last = {seen: times for (layer, seen), times in found.times.items() if layer == 2}
+        assert set(last.values()) == {1}
+        found.times.clear()
+
+
+def test_requests_with_other_exits_and_methods_share_a_pass():
+    for name in ("llama", "gemma2", "gpt2"):
+        ours = wrapped(name)
+        methods = [
+            "layerskip:exit=1", "plain", "layerskip:exit=2,width=3", "recycling", "layerskip:skip=1-1", "pruned",
+        ]  # fmt: skip
+        settings = {"temperature": 0.8, "seed": 3, "max_tokens": 20}
+        rows = [Request.of(text(5 + 9 * i, i), {"method": m, **settings}) for i, m in enumerate(methods)]
+        plain = [ours.generate(row.prompt, method="plain", **settings).tokens for row in rows]
+        assert tokens(ours.generate(rows)) == plain
+
+
+@pytest.mark.parametrize("verifier", ["residual", "contrastive"])
+def test_other_verifiers(verifier: str):
+    ours = wrapped("llama")
+    given = {"verifier": verifier, "max_tokens": 16, **({"temperature": 0.9} if verifier == "residual" else {})}
+    found = tokens(ours.generate(PROMPTS, method="layerskip", exit=2, depth=3, width=2, **given))
+    assert [len(answer) for answer in found] == [16] * 3
+    if verifier == "contrastive":  # it reads hidden states, so that its passes begin anew
+        assert found == tokens(ours.generate(PROMPTS, method="plain", **given))
+
+
+def test_memory_that_runs_out_costs_guesses_only():
+    lm = outpace.wrap(tiny("llama"))
+    plain = tokens(lm.generate(PROMPTS, method="plain", max_tokens=40))
+    assert isinstance(lm.lm, PackedLM)
+    tight = outpace.wrap(tiny("llama"), cache_limit=lm.lm.cache.token_bytes * 300)
+    found = tight.generate(PROMPTS, method="layerskip", exit=2, depth=4, width=3, max_tokens=40)
+    assert tokens(found) == plain
+
+
+def test_a_pass_that_breaks_off_is_computed_anew(monkeypatch: pytest.MonkeyPatch):
+    ours = outpace.wrap(tiny("llama"))
+    plain = ours.generate(PROMPTS[0], method="plain", max_tokens=24).tokens
+    resume, calls = PackedLM.resume, []
+
+    def breaks(lm: PackedLM, jobs: list[Job]) -> Any:
+        calls.append(jobs)
+        found = resume(lm, jobs)
+        if len(calls) % 3 == 1:
+            raise torch.OutOfMemoryError("in the middle")
+        return found
+
+    monkeypatch.setattr(PackedLM, "resume", breaks)
+    found = ours.generate(PROMPTS[0], method="layerskip", exit=2, depth=3, width=3, nodes=4, max_tokens=24)
+    assert found.tokens == plain and len(calls) > 3
+
+
+def test_a_job_is_put_in_the_order_of_what_was_begun():
+    begun = Begun(Tree([1, 2, 3, 4], [-1, 0, 0, 2]), 2, torch.arange(5.0)[:, None])  # one pending token
+    job = Job(0, 10, [9], Tree([1, 5, 3, 2, 4], [-1, 0, 0, 1, 2])).resume(begun)
+    assert job.resumed is not None and job.tree is not None
+    assert job.tree.tokens == [1, 3, 4, 5, 2] and job.tree.parents == [-1, 0, 1, 0, 3]
+    assert job.resumed.nodes == [0, 2, 3] and job.resumed.order == [0, 3, 1, 4, 2]
+    assert job.resumed.states.flatten().tolist() == [0.0, 1.0, 3.0, 4.0]
+    fresh = job.fresh()
+    assert fresh is not None and (fresh.start, fresh.since, fresh.tokens) == (11, 3, [5, 2])
+    other = Job(0, 10, [9], Tree([8])).resume(begun)  # another root: only what was pending is known
+    assert other.resumed is not None and other.resumed.nodes == [] and len(other.resumed.states) == 1
+    whole = Job(0, 10, [9], begun.tree).resume(begun)
+    assert whole.fresh() is None
+
+
+# Slices
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_models_with_a_cache_of_their_own_leave_layers_out(name: str):
+    lm = adapt(tiny(name))
+    assert isinstance(lm, NativeLM) and lm.stack == 3 and lm.early(1) is None
+    with pytest.raises(UsageError, match="the first among them"):
+        lm.slice([1, 2])
+    assert_same(*(part.reference().native(PROMPTS[1], 4) for part in (lm.slice([0, 1, 2]), lm)))
+    part = lm.slice([0, 2])
+    assert not torch.equal(part.reference().native(PROMPTS[1], 4), lm.reference().native(PROMPTS[1], 4))
+
+
+@pytest.mark.parametrize("name", ["gptj", "bloom", "doge"])
+def test_a_layer_that_is_left_out_of_such_a_model_is_not_there(name: str):
+    assert_same(
+        adapt(tiny(name)).slice([0, 2]).reference().native(PROMPTS[0], 5),
+        transformers_logits(only_layers(tiny(name), [0, 2]), PROMPTS[0])[-5:],
+    )
+
+
+# Which layers
+
+
+def test_layers_are_spelled_and_read():
+    assert parse("0-3+7+9-10") == [0, 1, 2, 3, 7, 9, 10] == parse(spell([0, 1, 2, 3, 7, 9, 10]))
+    assert parse((4, 2)) == [4, 2] and parse(3) == [3] and spell([5]) == "5" and parse("") == []
+    assert without(5, [1, 3]) == [0, 2, 4]
+    for wrong in ("a", "3-", "-3", "1,2"):
+        with pytest.raises(UsageError, match="names no layers"):
+            parse(wrong)
+    for gone in ([0], [5], [-1]):
+        with pytest.raises(UsageError, match="can be left out"):
+            without(5, gone)
+
+
+def test_what_guesses_are_worth():
+    assert gain(0.0, 0.5, 4) == pytest.approx(1 / 3)
+    assert gain(1.0, 0.0, 4) == 5
+    assert gain(0.8, 0.1, 6) == pytest.approx((1 - 0.8**7) / 0.2 / 1.6)  # the table of optima in the papers: 2.47
+
+
+def deep(idle: tuple[int, ...], layers: int = 8) -> outpace.Model:
+    """A Llama in which some layers do nearly nothing."""
+    model = build("llama", num_hidden_layers=layers, num_key_value_heads=2)
+    with torch.no_grad():
+        for i in idle:
+            model.model.layers[i].self_attn.o_proj.weight.mul_(1e-3)
+            model.model.layers[i].mlp.down_proj.weight.mul_(1e-3)
+    return outpace.wrap(model)
+
+
+def test_layers_that_do_nothing_are_found():
+    probe = Probe(deep((3, 4)).lm, [text(40, 1)])
+    assert probe.block(2) == [3, 4] and probe.block(1) in ([3], [4])
+    assert probe.kept(without(8, [3, 4])) == 1.0 > probe.kept(without(8, [1, 2]))
+    assert probe.best_count(4, 4) == 2
+    apart = Probe(deep((2, 5)).lm, [text(40, 1), text(20, 2)])
+    assert apart.search(2) == [2, 5]
+    assert apart.kept(without(8, apart.search(2))) > apart.kept(without(8, apart.block(2)))
+
+
+def test_the_exit_is_where_nothing_comes_after():
+    probe = Probe(deep((4, 5, 6, 7)).lm, [text(40, 1)])
+    assert probe.exit(4) == 1.0 > probe.exit(2)
+    assert probe.best_exit(4) == 4
+
+
+def test_exits_of_models_that_cannot_resume_are_those_of_slices():
+    lm = adapt(tiny("llama"))
+    exact = outpace.wrap(tiny("llama"), exact=True).lm
+    assert exact.early(1) is None and lm.early(1) is not None
+    assert Probe(exact, [PROMPTS[0]]).exit(2) == Probe(lm, [PROMPTS[0]]).exit(2)
+
+
+def test_layers_are_chosen_on_the_first_prompt():
+    ours = deep((4, 5, 6, 7))
+    plain = ours.generate(PROMPTS, method="plain", max_tokens=16)
+    for options in (
+        {"method": "layerskip", "exit": "auto"}, {"method": "layerskip", "skip": 3},
+        {"method": "pruned", "remove": "auto"}, {"method": "pruned", "remove": 2, "by": "search"},
+        {"method": "pruned", "layers": "0-3+7"}, {"method": "layerskip", "skip": (4, 6)},
+    ):  # fmt: skip
+        found = ours.generate(PROMPTS, max_tokens=16, **options)
+        assert tokens(found) == tokens(plain)
+        accepted, drafted = (sum(getattr(c.stats, key) for c in found) for key in ("accepted", "drafted"))
+        assert accepted == drafted, options  # these layers do nothing
+
+
+# What goes wrong, and what stands in for a model
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "layerskip", "exit": 9}, "leaves nothing to verify with: this model has 3 layers"),
+        ({"method": "layerskip", "exit": -1}, "neither a number of layers nor 'auto'"),
+        ({"method": "layerskip", "exit": "deep"}, "neither a number of layers nor 'auto'"),
+        ({"method": "layerskip", "skip": -1}, "is not a number of layers"),
+        ({"method": "layerskip", "skip": 1, "exit": 1}, "not both"),
+        ({"method": "layerskip", "skip": "0-1"}, "1 to 2 can be left out"),
+        ({"method": "layerskip", "skip": "x"}, "names no layers"),
+        ({"method": "layerskip", "width": 0}, "layerskip needs depth"),
+        ({"method": "pruned", "remove": 3}, "leaves no layer: this model has 3"),
+        ({"method": "pruned", "remove": "most"}, "neither a number of layers nor 'auto'"),
+        ({"method": "pruned", "by": "angel"}, "did you mean 'angle'"),
+        ({"method": "pruned", "layers": "0-3"}, "layers 0 to 2"),
+        ({"method": "pruned", "layers": "0-1", "remove": 1}, "not both"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(options: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=message):
+        wrapped("llama").generate(PROMPTS[0], max_tokens=4, **options)
+
+
+def test_a_model_without_layers_says_so():
+    class Whole(CachelessLM):
+        vocab, context = 8, 64
+
+        def forward(self, jobs: Any, taps: Any) -> Any:
+            raise AssertionError("nothing runs")
+
+        def reference(self) -> Any:
+            raise AssertionError("nothing runs")
+
+    for method in ("layerskip", "pruned"):
+        with pytest.raises(UnsupportedModel, match=f"{method}: this model has no layers"):
+            Model(Whole()).generate([1, 2], method=method, max_tokens=4)
+    with pytest.raises(UsageError, match="exits after 1 to 1"):
+        ToyLM(layers=2).early(2)
+
+
+def test_one_drafter_serves_several_targets():
+    drafter = registry.method("layerskip", exit=1)
+    for name in ("llama", "qwen3", "llama"):
+        ours = wrapped(name)
+        plain = tokens(ours.generate(PROMPTS, method="plain", max_tokens=8))
+        assert tokens(ours.generate(PROMPTS, method=drafter, max_tokens=8)) == plain
+
+
+@pytest.mark.parametrize("method", ["layerskip", "pruned"])
+def test_advice_replays_them_with_the_layers_themselves(method: str, toy: Model):
+    prompts = [[1, 2, 3, 1, 2], list(range(30))]
+    recordings = record(toy, prompts, 16, Sampling(), lambda: None)
+    found = replay(toy, recordings, Candidate(method), {}, Sampling())
+    live = toy.generate(prompts[0], method=registry.method(method), max_tokens=16).stats
+    assert found.stats.tokens == 32 and found.work[0].passes.total() == live.passes
