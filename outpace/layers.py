@@ -58,10 +58,38 @@ def without(stack: int, removed: Iterable[int]) -> list[int]:
     return [layer for layer in range(stack) if layer not in gone]
 
 
-def gain(agreement: float, cost: float, depth: int) -> float:
-    """Tokens for the price of a pass, if every guess of a chain is right with this chance and costs so much of one."""
-    tokens = sum(agreement**d for d in range(depth + 1))
-    return tokens / (1 + depth * cost)
+@dataclass(frozen=True)
+class Sample:
+    """A text, and from which of its tokens on the choices that follow them count."""
+
+    tokens: list[int]
+    start: int = 0
+
+
+Matches = list[list[bool]]  # of each text: whether a draft chooses what the model chooses, place by place
+
+
+def agreement(matches: Matches) -> float:
+    """The share of places where they choose alike."""
+    places = [same for text in matches for same in text]
+    return sum(places) / max(len(places), 1)
+
+
+def tokens_per_pass(matches: Matches, depth: int) -> float:
+    """What chains of this depth give when nothing is drawn: a chain goes on in the text for as long as it is right."""
+    tokens = passes = 0
+    for text in matches:
+        at = 0
+        while at < len(text):
+            chain = text[at : at + depth]
+            right = next((i for i, same in enumerate(chain) if not same), len(chain))
+            tokens, passes, at = tokens + right + 1, passes + 1, at + right + 1
+    return tokens / max(passes, 1)
+
+
+def gain(matches: Matches, share: float, depth: int) -> float:
+    """Tokens for the price of a pass, when a guess costs this share of one, and to verify a chain costs one."""
+    return tokens_per_pass(matches, depth) / (1 + depth * share)
 
 
 @dataclass
@@ -69,8 +97,8 @@ class Probe:
     """A model on texts that show what it would choose."""
 
     target: LM
-    texts: Seq[list[int]]
-    seen: dict[tuple[int, ...], float] = field(default_factory=dict)  # agreement of sets of layers
+    samples: Seq[Sample]
+    seen: dict[tuple[int, ...], Matches] = field(default_factory=dict)  # of sets of layers
 
     @cached_property
     def lm(self) -> LM:
@@ -78,33 +106,35 @@ class Probe:
         return self.target.slice(range(self.target.stack), eager=True)
 
     @cached_property
-    def wanted(self) -> Tensor:  # [tokens of all texts]
+    def wanted(self) -> list[list[int]]:
         return self._choices(self.lm)
 
-    def _choices(self, lm: LM) -> Tensor:
+    def _choices(self, lm: LM) -> list[list[int]]:
         found = []
-        for text in self.texts:
+        for sample in self.samples:
             row = lm.acquire([])
             try:
-                found.append(lm.score([Tree.chain(text)], [row])[0].logits.argmax(-1).cpu())
+                logits = lm.score([Tree.chain(sample.tokens)], [row])[0].logits[sample.start :]
+                found.append(logits.argmax(-1).tolist())
             finally:
                 lm.release(row)
-        return torch.cat(found)
+        return found
 
-    def agreement(self, draft: LM) -> float:
-        """The share of places where it chooses what the model chooses."""
-        return float((self._choices(draft) == self.wanted).double().mean())
+    def matches(self, draft: LM) -> Matches:
+        """Whether it chooses what the model chooses."""
+        pairs = zip(self._choices(draft), self.wanted, strict=True)
+        return [[a == b for a, b in zip(ours, theirs, strict=True)] for ours, theirs in pairs]
 
-    def exit(self, layers: int) -> float:
-        """Agreement of the first layers."""
+    def exit(self, layers: int) -> Matches:
+        """Of the first layers."""
         early = self.lm.early(layers)
-        return self.agreement(self.lm.slice(range(layers), eager=True) if early is None else early)
+        return self.matches(self.lm.slice(range(layers), eager=True) if early is None else early)
 
-    def kept(self, layers: Seq[int]) -> float:
-        """Agreement of these layers alone."""
+    def kept(self, layers: Seq[int]) -> Matches:
+        """Of these layers alone."""
         key = tuple(layers)
         if key not in self.seen:
-            self.seen[key] = self.agreement(self.lm.slice(layers, eager=True))
+            self.seen[key] = self.matches(self.lm.slice(layers, eager=True))
         return self.seen[key]
 
     def best_exit(self, depth: int) -> int:
@@ -117,12 +147,12 @@ class Probe:
     def states(self) -> Tensor:  # [layers + 1, tokens, hidden]
         """What enters each layer, of all tokens but the first of a text: those are often unlike all others."""
         taps, found = tuple(range(self.target.stack + 1)), []
-        for text in self.texts:
+        for sample in self.samples:
             row = self.lm.acquire([], taps)
             try:
-                hidden = self.lm.score([Tree.chain(text)], [row])[0].hidden
+                hidden = self.lm.score([Tree.chain(sample.tokens)], [row])[0].hidden
                 assert hidden is not None
-                found.append(hidden.unflatten(-1, (len(taps), -1)).transpose(0, 1)[:, len(text) > 1 :])
+                found.append(hidden.unflatten(-1, (len(taps), -1)).transpose(0, 1)[:, len(sample.tokens) > 1 :])
             finally:
                 self.lm.release(row)
         return torch.cat(found, dim=1)
@@ -147,11 +177,15 @@ class Probe:
         order = sorted(range(1, stack - 1), key=lambda layer: self.angle(layer, 1))[: max(3 * count, 8)]
         if len(order) < count:
             return self.block(count)
-        best = min((order[:count], self.block(count)), key=lambda gone: -self.kept(without(stack, gone)))
+
+        def right(gone: Iterable[int]) -> float:
+            return agreement(self.kept(without(stack, gone)))
+
+        best = max((order[:count], self.block(count)), key=right)
         for _ in range(tries if len(order) > count else 0):
             gone = set(best) - {draw.choice(best)}
             gone.add(draw.choice([layer for layer in order if layer not in best]))
-            if self.kept(without(stack, gone)) > self.kept(without(stack, best)):
+            if right(gone) > right(best):
                 best = list(gone)
         return sorted(best)
 

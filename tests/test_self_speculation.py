@@ -14,7 +14,7 @@ from outpace.advise.rank import Candidate, replay
 from outpace.advise.recording import record
 from outpace.api import Model, Request
 from outpace.errors import UnsupportedModel, UsageError
-from outpace.layers import Probe, gain, parse, spell, without
+from outpace.layers import Probe, Sample, agreement, gain, parse, spell, tokens_per_pass, without
 from outpace.models.base import Job
 from outpace.models.cache import SlotCache
 from outpace.models.cacheless import CachelessLM
@@ -234,9 +234,29 @@ def test_layers_are_spelled_and_read():
 
 
 def test_what_guesses_are_worth():
-    assert gain(0.0, 0.5, 4) == pytest.approx(1 / 3)
-    assert gain(1.0, 0.0, 4) == 5
-    assert gain(0.8, 0.1, 6) == pytest.approx((1 - 0.8**7) / 0.2 / 1.6)  # the table of optima in the papers: 2.47
+    never, always = [[False] * 9], [[True] * 10, [True] * 5]
+    assert agreement(never) == 0 and tokens_per_pass(never, 4) == 1 and gain(never, 0.5, 4) == pytest.approx(1 / 3)
+    assert agreement(always) == 1 and tokens_per_pass(always, 4) == 5 and gain(always, 0.0, 4) == 5
+    some = [[True, True, False, True, False, False]]  # three at once, two, one
+    assert tokens_per_pass(some, 4) == 2 and tokens_per_pass(some, 1) == 1.5 and agreement(some) == 0.5
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_probe_of_an_answer_tells_what_a_run_will_do(depth: int):
+    ours = wrapped("llama")
+    plain = ours.generate(PROMPTS, method="plain", max_tokens=30)
+    samples = [Sample(p + c.tokens, len(p) - 1) for p, c in zip(PROMPTS, plain, strict=True)]
+    probe = Probe(ours.lm, samples)
+    assert [choices[:30] for choices in probe.wanted] == tokens(plain)
+    for matches, options in (
+        (probe.exit(2), {"method": "layerskip", "exit": 2}),
+        (probe.kept([0, 2]), {"method": "pruned", "layers": "0+2"}),
+    ):
+        found = [ours.generate(p, depth=depth, max_tokens=31, **options).stats for p in PROMPTS]
+        assert sum(s.tokens for s in found) / sum(s.passes for s in found) == pytest.approx(
+            tokens_per_pass(matches, depth),
+            rel=0.03,  # a chain is cut where the answer ends
+        )
 
 
 def deep(idle: tuple[int, ...], layers: int = 8) -> outpace.Model:
@@ -250,18 +270,19 @@ def deep(idle: tuple[int, ...], layers: int = 8) -> outpace.Model:
 
 
 def test_layers_that_do_nothing_are_found():
-    probe = Probe(deep((3, 4)).lm, [text(40, 1)])
+    probe = Probe(deep((3, 4)).lm, [Sample(text(40, 1))])
     assert probe.block(2) == [3, 4] and probe.block(1) in ([3], [4])
-    assert probe.kept(without(8, [3, 4])) == 1.0 > probe.kept(without(8, [1, 2]))
+    assert agreement(probe.kept(without(8, [3, 4]))) == 1.0 > agreement(probe.kept(without(8, [1, 2])))
     assert probe.best_count(4, 4) == 2
-    apart = Probe(deep((2, 5)).lm, [text(40, 1), text(20, 2)])
+    apart = Probe(deep((2, 5)).lm, [Sample(text(40, 1)), Sample(text(20, 2))])
     assert apart.search(2) == [2, 5]
-    assert apart.kept(without(8, apart.search(2))) > apart.kept(without(8, apart.block(2)))
+    found, block = (agreement(apart.kept(without(8, gone))) for gone in (apart.search(2), apart.block(2)))
+    assert found > block
 
 
 def test_the_exit_is_where_nothing_comes_after():
-    probe = Probe(deep((4, 5, 6, 7)).lm, [text(40, 1)])
-    assert probe.exit(4) == 1.0 > probe.exit(2)
+    probe = Probe(deep((4, 5, 6, 7)).lm, [Sample(text(40, 1))])
+    assert agreement(probe.exit(4)) == 1.0 > agreement(probe.exit(2))
     assert probe.best_exit(4) == 4
 
 
@@ -269,7 +290,7 @@ def test_exits_of_models_that_cannot_resume_are_those_of_slices():
     lm = adapt(tiny("llama"))
     exact = outpace.wrap(tiny("llama"), exact=True).lm
     assert exact.early(1) is None and lm.early(1) is not None
-    assert Probe(exact, [PROMPTS[0]]).exit(2) == Probe(lm, [PROMPTS[0]]).exit(2)
+    assert Probe(exact, [Sample(PROMPTS[0])]).exit(2) == Probe(lm, [Sample(PROMPTS[0])]).exit(2)
 
 
 def test_layers_are_chosen_on_the_first_prompt():

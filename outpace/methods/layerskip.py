@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from outpace.errors import UsageError
 from outpace.growth import SelfDrafting
-from outpace.layers import Probe, parse, spell, without
+from outpace.layers import Probe, Sample, parse, spell, without
 from outpace.models.base import LM
 from outpace.sequence import Sequence
 
@@ -40,7 +40,7 @@ class LayerSkip(SelfDrafting):
         self._shared = False  # whether the draft lives in the target's own rows
 
     def make(self, target: LM, tokens: list[int]) -> LM:
-        probe = Probe(target, [tokens])
+        probe = Probe(target, [Sample(tokens)])
         if self.skip:
             gone = probe.search(self.skip) if isinstance(self.skip, int) else parse(self.skip)
             logger.info("layerskip leaves out layers %s of %d", spell(gone), target.stack)

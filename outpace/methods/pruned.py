@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outpace.errors import UsageError, unknown
 from outpace.growth import SelfDrafting
-from outpace.layers import Probe, parse, spell, without
+from outpace.layers import Probe, Sample, parse, spell, without
 from outpace.models.base import LM
 
 AUTO = "auto"
@@ -36,7 +36,7 @@ class Pruned(SelfDrafting):
             raise UsageError("pruned takes a number of layers to remove or the layers that stay, not both")
 
     def make(self, target: LM, tokens: list[int]) -> LM:
-        kept = sorted(set(parse(self.layers))) if self.layers else self._chosen(Probe(target, [tokens]))
+        kept = sorted(set(parse(self.layers))) if self.layers else self._chosen(Probe(target, [Sample(tokens)]))
         logger.info("pruned drafts with layers %s of %d", spell(kept), target.stack)
         return target.slice(kept)
 
