@@ -21,7 +21,8 @@ def test_help_names_every_command() -> None:
     shown = runner.invoke(app, ["--help"])
     assert shown.exit_code == 0
     assert all(
-        name in shown.output for name in ("generate", "chat", "verify", "bench", "advise", "show", "methods", "shelf")
+        name in shown.output
+        for name in ("generate", "chat", "verify", "bench", "advise", "prune", "show", "methods", "shelf")
     )
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import outpace
 from outpace import registry
 from outpace.advise.rank import Candidate, replay
 from outpace.advise.recording import record
 from outpace.api import Model, Request
+from outpace.cli import app
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.layers import Probe, Sample, agreement, gain, parse, spell, tokens_per_pass, without
+from outpace.models import prune
 from outpace.models.base import Job
 from outpace.models.cache import SlotCache
 from outpace.models.cacheless import CachelessLM
@@ -365,3 +373,92 @@ def test_advice_replays_them_with_the_layers_themselves(method: str, toy: Model)
     found = replay(toy, recordings, Candidate(method), {}, Sampling())
     live = toy.generate(prompts[0], method=registry.method(method), max_tokens=16).stats
     assert found.stats.tokens == 32 and found.work[0].passes.total() == live.passes
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "smollm3", "gpt2", "gpt_oss", "bloom"])
+def test_a_pruned_checkpoint_is_a_model_of_these_layers(name: str, tmp_path: Path):
+    model, folder = tiny(name), tmp_path / "drafts" / "small"
+    prune.save(model, [0, 2], ByteTokenizerFiles(), folder, "how it was made")
+    small = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
+    assert small.config.num_hidden_layers == 2 and model.config.num_hidden_layers == 3
+    if getattr(model.config, "layer_types", None):
+        assert small.config.layer_types == [model.config.layer_types[i] for i in (0, 2)]
+    assert_same(transformers_logits(small, PROMPTS[0]), transformers_logits(only_layers(model, [0, 2]), PROMPTS[0]))
+    assert (folder / "README.md").read_text() == "how it was made"
+    assert list(folder.glob("*.safetensors")) and (folder / "tokenizer.txt").exists()
+    assert [path.name for path in folder.parent.iterdir()] == ["small"]  # nothing is left of the writing
+    plain = tokens(wrapped(name).generate(PROMPTS, method="plain", max_tokens=12))
+    assert tokens(wrapped(name).generate(PROMPTS, method="draft", draft=outpace.wrap(small), max_tokens=12)) == plain
+
+
+class ByteTokenizerFiles:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.txt").write_text("bytes")
+
+
+def test_a_checkpoint_takes_16_bits_where_that_loses_nothing(tmp_path: Path):
+    model = build("llama", torch.float32, tie_word_embeddings=True).to(torch.bfloat16).float()
+    prune.save(model, [0], None, tmp_path / "short", "")
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "short", dtype="auto")
+    assert small.dtype == torch.bfloat16 and model.dtype == torch.float32
+    assert small.lm_head.weight is small.model.embed_tokens.weight
+    prune.save(build("llama", torch.float32), [0], None, tmp_path / "long", "")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "long", dtype="auto").dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["jamba", "mamba2", "deepseek_v3"])
+def test_a_model_whose_config_cannot_say_it_is_refused(name: str, tmp_path: Path):
+    with pytest.raises(UnsupportedModel, match="layers"):
+        prune.save(tiny(name), [1, 2], None, tmp_path / "small", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = wrapped("llama")
+    monkeypatch.setattr("outpace.cli.prune.load_model", lambda name, how: model)
+    monkeypatch.setattr("outpace.bench.tasks.encode", lambda prompt, lm: text(20, len(prompt.turns[0])))
+    folder = tmp_path / "small"
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["prune", "tiny", "--max-tokens", "4", *arguments])
+
+    found = json.loads(run("--remove", "1", "--json", "--output", str(folder)).stdout)
+    assert found["kept"] == [0, 2] and found["removed"] == [1] and found["output"] == str(folder)
+    assert 0 <= found["agreement"] <= 1 <= found["tokens_per_pass"] and 0 < found["share"] < 1
+    note = (folder / "README.md").read_text()
+    assert "Layers 0+2 of 3 of `tiny`, chosen by angle" in note and "outpace prune" in note
+    shown = run("--layers", "0-1")
+    assert shown.exit_code == 0 and "--method pruned -o layers=0-1" in shown.stdout
+    assert json.loads(run("--remove", "1", "--by", "search", "--json").stdout)["output"] is None
+    for arguments, message in (
+        (["--remove", "1", "--output", str(folder)], "is there already"),
+        (["--remove", "3"], "leaves no layer: tiny has 3"),
+        ([], "with --remove, or which ones stay with --layers"),
+        (["--remove", "1", "--layers", "0"], "with --remove, or which ones stay with --layers"),
+        (["--layers", "0-7"], "layers 0 to 2"),
+        (["--layers", "first"], "names no layers"),
+        (["--remove", "1", "--by", "luck"], "unknown rule"),
+    ):
+        wrong = run(*arguments)
+        assert wrong.exit_code == 2 and message in wrong.stderr.replace("\n", " "), wrong.stderr
+
+
+def test_the_benchmark_on_a_tiny_model(tmp_path: Path):
+    module = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "self_speculation.py"))
+    probe = Probe(deep((3, 4)).lm, [Sample(text(30, 1), 5)])
+    found = list(module["points"](probe, [2, 7], [1, 2], [2], 3, lambda: None))
+    assert [point.kind for point in found] == ["exit", "exit", "block", "block", "search"]
+    assert found[3].agreement == 1.0 and found[3].layers == "0-2+5-7"  # these two do nothing
+    lines = module["table"](found).splitlines()
+    assert len(lines) == 7 and "100%" in lines[5] and len({line.count("|") for line in lines}) == 1
+    module["plot"](found, tmp_path / "plots" / "tiny.png", "tiny")
+    assert (tmp_path / "plots" / "tiny.png").stat().st_size > 1000
+
+
+def test_auto_takes_no_drafter_that_asks_a_model():
+    for name in ("layerskip", "pruned", "draft", "auto"):
+        with pytest.raises(UsageError, match="cannot be a candidate of auto"):
+            registry.method("auto", candidates=f"suffix+{name}")

@@ -37,9 +37,9 @@ class Auto(Drafter):
 
     def __post_init__(self) -> None:
         names = [name.strip() for name in self.candidates.split("+") if name.strip()]
-        wrong = [name for name in names if name == "auto" or registry.required(registry.find(name))]
+        wrong = [name for name in names if name == "auto" or _asks_a_model(registry.find(name))]
         if wrong:
-            raise UsageError(f"{wrong[0]!r} cannot be a candidate of auto: it takes methods that need nothing")
+            raise UsageError(f"{wrong[0]!r} cannot be a candidate of auto: it takes methods that need no model")
         self._parts = [registry.method(name, **FREER.get(name, {})) for name in names]
         self._shapes = [part.shape for part in self._parts]
         self.shape = Budget(
@@ -86,6 +86,10 @@ class Auto(Drafter):
     def close(self, seq: Sequence) -> None:
         for part in (*self._parts, *([] if self._model is None else [self._model])):
             part.close(seq)
+
+
+def _asks_a_model(cls: type[Drafter]) -> bool:
+    return bool(registry.required(cls)) or cls.model_source is not None
 
 
 def merge(tree: Tree, other: Tree, source: str) -> Tree:

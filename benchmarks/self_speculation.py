@@ -1,0 +1,132 @@
+"""How well a model's own layers guess for it: by exit, by block of layers left out, and by search.
+
+    python benchmarks/self_speculation.py --output docs/images/self-speculation.png
+
+The model answers some prompts plainly; then every draft is asked, at each place of those answers, what it would choose.
+That decides how many tokens a pass of greedy decoding commits (`outpace/layers.py`), so no clock is involved. The cost
+of a guess is the share of the model's weights that it reads. It pays when it is right more often than it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+import outpace
+from outpace.bench import tasks
+from outpace.layers import Matches, Probe, Sample, agreement, gain, spell, tokens_per_pass, without
+
+TASKS = ["qa", "math", "code", "chat"]
+DEPTHS = range(1, 9)
+KINDS = {"exit": "first layers (layerskip)", "block": "without a block (pruned)", "search": "without layers by search"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One draft."""
+
+    kind: str
+    layers: str  # that it has
+    count: int
+    share: float  # of a pass that a guess costs
+    matches: Matches
+
+    @property
+    def agreement(self) -> float:
+        return agreement(self.matches)
+
+    @property
+    def best(self) -> tuple[float, int]:
+        """Tokens for the price of a pass at the depth that gives most, and that depth."""
+        return max((gain(self.matches, self.share, depth), depth) for depth in DEPTHS)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Shelf name, folder or hub id.")] = "smollm2-135m-instruct",
+    exits: Annotated[int, typer.Option(help="Exits to try, evenly spread.")] = 10,
+    remove: Annotated[list[int], typer.Option(help="Layers to leave out; may be repeated.")] = [1, 2, 3, 4, 6, 8],  # noqa: B006
+    search: Annotated[list[int], typer.Option(help="The same, by search; may be repeated.")] = [2, 4, 6],  # noqa: B006
+    tries: Annotated[int, typer.Option(help="Sets of layers that each search looks at.")] = 16,
+    task: Annotated[list[str], typer.Option(help="Tasks of `outpace bench`; may be repeated.")] = TASKS,
+    limit: Annotated[int, typer.Option(help="Prompts per task.")] = 2,
+    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 24,
+    context: Annotated[int, typer.Option(help="Last tokens of each prompt that are read.")] = 64,
+    output: Annotated[Path | None, typer.Option(help="Where the plot goes, as .png or .svg.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
+) -> None:
+    lm = outpace.load(model, device=device, dtype=dtype, eager=True)
+    prompts = [tasks.encode(prompt, lm)[-context:] for prompt in tasks.load(tasks=task, limit=limit)]
+    answers = lm.generate(prompts, method="plain", max_tokens=tokens, ignore_eos=True)
+    probe = Probe(lm.lm, [Sample(p + a.tokens[:-1], len(p) - 1) for p, a in zip(prompts, answers, strict=True)])
+    stack = lm.lm.stack
+    layers = sorted({max(1, round(stack * i / (exits + 1))) for i in range(1, exits + 1)} | {stack - 1})
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("drafts", total=len(layers) + len(remove) + len(search))
+        found = list(
+            points(probe, layers, [n for n in remove if n < stack], search, tries, lambda: progress.advance(bar))
+        )
+    places = sum(map(len, found[0].matches))
+    print(f"{model}: {stack} layers, {len(prompts)} answers of {tokens} tokens, {places} places\n")  # noqa: T201
+    print(table(found))  # noqa: T201
+    if output is not None:
+        plot(found, output, f"{model}, {places} places of its own greedy answers")
+
+
+def points(
+    probe: Probe, exits: list[int], remove: list[int], search: list[int], tries: int, done: Callable[[], object]
+) -> Iterator[Point]:
+    stack, share = probe.target.stack, probe.target.share
+    for count in exits:
+        yield Point("exit", spell(range(count)), count, share(count), probe.exit(count))
+        done()
+    for kind, counts in (("block", remove), ("search", search)):
+        for count in counts:
+            gone = probe.block(count) if kind == "block" else probe.search(count, tries)
+            kept = without(stack, gone)
+            yield Point(kind, spell(kept), len(kept), share(len(kept)), probe.kept(kept))
+            done()
+
+
+def table(found: list[Point]) -> str:
+    lines = [
+        "| draft | layers | cost of a guess | right | tokens per pass, depth 4 | tokens per pass's cost, best depth |"
+    ]
+    lines.append("|---|---|---|---|---|---|")
+    for p in found:
+        worth, depth = p.best
+        figures = f"{p.share:.2f} | {p.agreement:.0%} | {tokens_per_pass(p.matches, 4):.2f} | {worth:.2f}, {depth}"
+        lines.append(f"| {KINDS[p.kind]} | {p.layers} | {figures} |")
+    return "\n".join(lines)
+
+
+def plot(found: list[Point], path: Path, title: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.fill_between([0, 1], [0, 1], [1, 1], color="#2f6fdb", alpha=0.07, linewidth=0)
+    axes.plot([0, 1], [0, 1], color="#777777", linewidth=1, linestyle="--")
+    axes.text(0.03, 0.95, "pays: right more often than it costs", fontsize=9, color="#555555", va="top")
+    for (kind, label), marker, color in zip(KINDS.items(), "oD^", ("#2f6fdb", "#d9822b", "#2b8a3e"), strict=True):
+        own = [p for p in found if p.kind == kind]
+        axes.plot([p.share for p in own], [p.agreement for p in own], marker=marker, label=label, color=color)
+        aside = (-12, 5) if kind == "search" else (4, -10)
+        for p in own:
+            axes.annotate(str(p.count), (p.share, p.agreement), textcoords="offset points", xytext=aside, fontsize=7)
+    axes.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="cost of a guess, in passes", ylabel="share of right guesses")
+    axes.set_title(f"{title}; numbers are layers", fontsize=9)
+    axes.grid(linewidth=0.4)
+    axes.legend(fontsize=8, loc="center left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    typer.run(main)
