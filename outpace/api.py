@@ -11,6 +11,7 @@ from typing import Any
 from torch import OutOfMemoryError, Tensor
 
 from outpace import costs, registry
+from outpace.bridge.translated import Side, translated
 from outpace.costs import Costs
 from outpace.drafter import Drafter
 from outpace.engine import Engine, Event
@@ -170,6 +171,7 @@ class Model:
         self.name = name
         self.max_rows = 16  # requests that run at a time; further ones wait
         self._methods: dict[Any, Drafter] = {}  # so that what a method learned serves the next call
+        self._drafts: dict[tuple[int, int], tuple[Side, LM]] = {}
         self._costs: Costs | None = None
         self._compilers: dict[frozenset[int], GrammarCompiler] = {}
 
@@ -233,7 +235,7 @@ class Model:
             return request.method
         name, options = request.method, dict(request.options)
         if request.draft is not None:
-            options["draft"] = self._draft(request.draft)
+            options["draft"] = self.draft_of(request.draft)
         key = (name, tuple(sorted((k, id(v) if k == "draft" else v) for k, v in options.items())))
         if key not in self._methods:
             self._methods[key] = registry.method(name, **options)
@@ -257,17 +259,15 @@ class Model:
                 return None
         return self._costs
 
-    def _draft(self, draft: Model | LM) -> LM:
+    def draft_of(self, draft: Model | LM) -> LM:
+        """The draft as our tokens see it; a bare LM is taken to have the same ones."""
         if not isinstance(draft, Model):
             return draft
-        ours, theirs = self.tokenizer, draft.tokenizer
-        same = ours is None or theirs is None or ours is theirs or _vocabulary(ours) == _vocabulary(theirs)
-        if not same:
-            raise UsageError(
-                f"the draft {draft.name!r} has another vocabulary than {self.name!r}: use a draft with the same "
-                "tokenizer, or a method that needs no draft (ngram, suffix, recycling, lookahead)"
-            )
-        return draft.lm
+        key = id(draft.lm), id(draft.tokenizer)
+        if key not in self._drafts:
+            theirs = Side(draft.lm, draft.tokenizer, draft.name)
+            self._drafts[key] = theirs, translated(Side(self.lm, self.tokenizer, self.name), theirs)
+        return self._drafts[key][1]
 
     def _named(self, given: Any, make: Callable[..., Any]) -> Any:
         """An object, or one made from "name" or "name:option=value,option=value"."""
@@ -312,7 +312,3 @@ class Model:
         if stops not in self._compilers:
             self._compilers[stops] = GrammarCompiler(self.tokenizer, self.lm.vocab, stops)
         return self._compilers[stops].compile(**given, start=start)
-
-
-def _vocabulary(tokenizer: Any) -> Any:
-    return tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else len(tokenizer)

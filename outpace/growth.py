@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outpace.drafter import Drafter
-from outpace.errors import UnsupportedModel, UsageError
+from outpace.errors import RequestFailed, UnsupportedModel, UsageError
 from outpace.models.base import LM
 from outpace.sample import Pick
 from outpace.sequence import Sequence
@@ -42,10 +42,25 @@ class Growth:
     seq: Sequence
     budget: Budget
     scored: Tree
-    reach: dict[int, float] = field(default_factory=lambda: {ROOT: 0.0})
+    reach: dict[int, float]
     candidates: list[Candidate] = field(default_factory=list)
     since: int = 0  # nodes before this one have been scored
     depth: int = 0
+    root: int = ROOT  # of the guesses; nodes before it are committed tokens
+
+    @classmethod
+    def of(cls, seq: Sequence, budget: Budget, unsettled: int) -> Growth:
+        scored = Tree.chain(seq.tokens[-unsettled:])
+        return cls(seq, budget, scored, {len(scored) - 1: 0.0}, root=len(scored) - 1)
+
+    @property
+    def settled(self) -> list[int]:
+        """What the draft reads before its tree."""
+        return self.seq.tokens[: len(self.seq.tokens) - 1 - self.root]
+
+    def path(self, node: int) -> list[int]:
+        """Guesses on the way to a node."""
+        return [self.scored.tokens[n] for n in self.scored.path(node)[self.root + 1 :]]
 
 
 class Held(NamedTuple):
@@ -62,6 +77,7 @@ class Growing(Drafter):
     depth: int
     nodes: int  # 0: as many as a chain, or a tree of this width, of this depth has
     width: int
+    unsettled: ClassVar[int] = 1  # tokens at the end of the text that the next pass may see changed
 
     def __post_init__(self) -> None:
         if self.depth < 0 or self.nodes < 0 or self.width < 1:
@@ -91,14 +107,14 @@ class Growing(Drafter):
         return self.propose_batch([seq], [budget])[0]
 
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
-        growths = [Growth(s, b, Tree([s.tokens[-1]])) for s, b in zip(seqs, budgets, strict=True)]
         lm = self.lm(seqs[0])
-        # The target may use ids that a draft with a smaller vocabulary does not have; then it cannot follow.
-        active = [g for g in growths if g.budget.asked and max(g.seq.tokens) < lm.vocab]
-        lm.sync([growth.seq.tokens[:-1] for growth in active], [self.row(growth.seq) for growth in active])
+        able = [budget.within(budget.depth, lm.trees) for budget in budgets]
+        growths = [Growth.of(seq, budget, self.unsettled) for seq, budget in zip(seqs, able, strict=True)]
+        active = [growth for growth in growths if _can(growth, lm)]
+        lm.sync([growth.settled for growth in active], [self.row(growth.seq) for growth in active])
         chained = self._chained(lm, active)
         if chained is not None:
-            return [chained.get(id(growth), growth.scored) for growth in growths]
+            return [chained.get(id(growth), Tree([growth.seq.tokens[-1]])) for growth in growths]
         while active:
             rows, since = [self.row(growth.seq) for growth in active], [growth.since for growth in active]
             scores = lm.score([growth.scored for growth in active], rows, since)
@@ -109,7 +125,7 @@ class Growing(Drafter):
         """Chains that the draft makes by itself, without a look from outside at each of its tokens; None where it
         cannot, or where a policy wants to look."""
         picks = [pick for growth in growths if (pick := _own_pick(growth)) is not None]
-        if not growths or len(picks) < len(growths):
+        if not growths or len(picks) < len(growths) or self.unsettled > 1:
             return None
         lengths = [min(growth.budget.asked, growth.budget.nodes) for growth in growths]
         rows, roots = [self.row(growth.seq) for growth in growths], [growth.seq.tokens[-1] for growth in growths]
@@ -129,8 +145,12 @@ class Growing(Drafter):
         """Add one level; True when there is more to draft."""  # [new nodes, vocab]
         tree, seq, budget = growth.scored, growth.seq, growth.budget
         level = []
-        for node, row in zip(range(growth.since, len(tree)), _fit(logits, seq.vocab), strict=True):
-            level += self._children(growth, node, row)
+        first = max(growth.since, growth.root)
+        try:
+            for node, row in zip(range(first, len(tree)), _fit(logits[first - growth.since :], seq.vocab), strict=True):
+                level += self._children(growth, node, row)
+        except RequestFailed:  # no token that the draft knows is allowed here; other rows go on
+            return False
         growth.candidates += level
         growth.since, growth.depth = len(tree), growth.depth + 1
         # Under a law of the draft's own, which draws grow on must not depend on what they are: the first does.
@@ -148,7 +168,7 @@ class Growing(Drafter):
 
     def _children(self, growth: Growth, node: int, logits: Tensor) -> list[Candidate]:
         seq, tree = growth.seq, growth.scored
-        prefix = seq.tokens + [tree.tokens[n] for n in tree.path(node)[1:]]
+        prefix = seq.tokens + growth.path(node)
         shaped = seq.sampler.shape(logits, prefix)
         law = shaped.double().softmax(-1)
         shared = seq.verifier.shares_noise
@@ -190,12 +210,18 @@ class SelfDrafting(Growing):
         return self._lm
 
 
+def _can(growth: Growth, lm: LM) -> bool:
+    """The target may use ids, or write a text, beyond what a smaller draft has; then it cannot follow."""
+    tokens, asked = growth.seq.tokens, growth.budget.asked
+    return asked > 0 and max(tokens) < lm.vocab and len(tokens) + asked <= lm.context
+
+
 def _final(growth: Growth) -> Tree:
     """The tree to verify: the candidates that are likeliest to be accepted; a likely node's parents are likelier."""
     order = growth.candidates
     if growth.seq.verifier.shares_noise:
         order = sorted(order, key=lambda c: -c.reach)[: growth.budget.nodes]
-    tree, place = Tree([growth.scored.tokens[ROOT]]), {ROOT: ROOT}
+    tree, place = Tree([growth.seq.tokens[-1]]), {growth.root: ROOT}
     for c in order:
         if c.parent in place:
             node = tree.add(place[c.parent], c.token, c.signal)

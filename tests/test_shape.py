@@ -30,7 +30,7 @@ LAYERS = [
     {"sample", "processors", "grammar", "drafter", "text"},
     {"verify", "policy", "costs", "calibration", "meter", "pool", "goodput"},
     {"models", "shelf"},
-    {"engine", "testing", "growth", "layers"},
+    {"engine", "testing", "growth", "layers", "bridge"},
     {"methods", "registry", "trace"},
     {"api"},
     {"loading"},

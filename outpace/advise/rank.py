@@ -100,10 +100,10 @@ def _budgets(shape: Budget) -> list[str]:
     return ["fixed", *(f"fixed:nodes={nodes}" for nodes in NODES if nodes < shape.nodes)]
 
 
-def drafter_of(candidate: Candidate, drafts: dict[str, Model]) -> Drafter:
+def drafter_of(model: Model, candidate: Candidate, drafts: dict[str, Model]) -> Drafter:
     name, options = registry.parse(candidate.method)
     if candidate.draft is not None:
-        options["draft"] = drafts[candidate.draft].lm
+        options["draft"] = model.draft_of(drafts[candidate.draft])
     return registry.method(name, **options)
 
 
@@ -113,7 +113,7 @@ def replay(
     """Run the loop over all recordings, one after the other, with a drafter that starts with nothing learned."""
     target = ReplayLM(model.lm, recordings)
     stand_in = Model(target, model.tokenizer, model.stop_tokens)
-    drafter, (name, options) = drafter_of(candidate, drafts), registry.parse(candidate.policy)
+    drafter, (name, options) = drafter_of(model, candidate, drafts), registry.parse(candidate.policy)
     policy = registry.policy(name, **options)
     work, total = [], Stats()
     for recording in recordings:

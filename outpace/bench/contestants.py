@@ -106,8 +106,7 @@ class Ours(Timed):
         self.options = dict(spec.options)
         self.models = [model]
         if draft is not None and "draft" in registry.options(registry.find(spec.name)):
-            model.method(Request([0], spec.name, draft, options=self.options))  # refuses another vocabulary
-            self.options["draft"] = draft.lm
+            self.options["draft"] = model.draft_of(draft)
             self.models.append(draft)
         self.fresh()
         lossless = spec.name == PLAIN or (self.drafter.lossless and self.verifier.lossless)
