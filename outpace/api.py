@@ -37,7 +37,7 @@ class Request:
     method: str | Drafter = "auto"  # also "name:option=value,..."
     draft: Model | LM | None = None
     policy: str | Policy | None = None  # None: "auto" for the method "auto", else "fixed"
-    verifier: str | Verifier = "match"
+    verifier: str | Verifier | None = None  # None: what the method asks for, "match" for nearly all
     max_tokens: int = 256
     min_tokens: int = 0
     stop: str | Seq[str] = ()
@@ -219,12 +219,13 @@ class Model:
             request.min_tokens, tuple(sorted(stops)), self._banned(request), tuple(request.processors),
             self._grammar(request, len(tokens), stops),
         )  # fmt: skip
+        drafter = self.method(request)
         return Sequence(
             tokens=tokens,
             limits=Limits(min(request.max_tokens, room), request.min_tokens, stops, request.logprobs),
             sampler=Sampler(request.sampling, build(request.sampling, rules, len(tokens), self.lm.vocab), stream),
-            drafter=self.method(request),
-            verifier=self._named(request.verifier, registry.verifier),
+            drafter=drafter,
+            verifier=self._named(request.verifier or drafter.verifier, registry.verifier),
             policy=self.policy(request),
             watcher=self._watcher(request),
         )

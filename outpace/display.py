@@ -73,6 +73,7 @@ def catalogue() -> dict[str, dict[str, Any]]:
             name: {
                 "about": (cls.__doc__ or "").strip().split("\n")[0],
                 "lossless": getattr(cls, "lossless", True),
+                "lossless_if": getattr(cls, "lossless_if", {}),
                 "options": _options(cls),
             }
             for name, cls in classes.items()
@@ -81,13 +82,21 @@ def catalogue() -> dict[str, dict[str, Any]]:
     }
 
 
+def _kept(entry: dict[str, Any], no: str) -> str:
+    """Whether the law is kept, and what would make a lossy method keep it."""
+    if entry["lossless"]:
+        return "yes"
+    given = ", ".join(f"{name}={value}" for name, value in entry["lossless_if"].items())
+    return f"{no}; yes with {given}" if given else no
+
+
 def catalogue_tables() -> list[Table]:
     tables = []
     for kind, entries in catalogue().items():
         table = Table("name", "lossless", "what it does", "options", title=kind, title_justify="left", expand=True)
         for name, entry in entries.items():
             options = ", ".join(f"{k}={v}" for k, v in entry["options"].items())
-            table.add_row(name, "yes" if entry["lossless"] else "[red]no[/]", entry["about"], options)
+            table.add_row(name, _kept(entry, "[red]no[/]"), entry["about"], options)
         tables.append(table)
     return tables
 
@@ -97,7 +106,7 @@ def methods_markdown() -> str:
     rows = ["| method | what it does | lossless | options |", "|---|---|---|---|"]
     for name, entry in catalogue()["methods"].items():
         options = ", ".join(f"`{k}={v}`" for k, v in entry["options"].items()) or "none"
-        rows.append(f"| `{name}` | {entry['about']} | {'yes' if entry['lossless'] else 'no'} | {options} |")
+        rows.append(f"| `{name}` | {entry['about']} | {_kept(entry, '**no**')} | {options} |")
     return "\n".join(rows)
 
 

@@ -16,8 +16,10 @@ class Drafter:
     """Base of all methods: what most of them leave as it is. One object serves every row of a batch."""
 
     name: str = ""  # in the registry
-    lossless: ClassVar[bool] = True
+    lossless: bool = True  # of a class: with its default options
+    lossless_if: ClassVar[dict[str, object]] = {}  # options that make a lossy method lossless, if there are any
     policy: str = "fixed"  # that it runs under unless told otherwise
+    verifier: str = "match"  # that judges its guesses unless told otherwise
     model_source: str | None = None  # source of the nodes that cost a pass of a model per level; None: there are none
     taps: ClassVar[tuple[int, ...]] = ()  # hidden states of the target that it reads from `seq.hidden`
     shape: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less

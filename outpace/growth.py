@@ -159,6 +159,8 @@ class Growing(Drafter):
             frontier = sorted(level, key=lambda c: -c.reach)[: budget.width]
         if growth.depth >= min(budget.asked, budget.nodes):
             return False
+        if budget.stops(growth.depth, math.exp(frontier[0].reach)):
+            return False
         if not seq.policy.proceed(seq, frontier[0].signal, growth.depth):
             return False
         for candidate in frontier:
@@ -233,9 +235,10 @@ def _final(growth: Growth) -> Tree:
 
 
 def _own_pick(growth: Growth) -> Pick | None:
-    """How the draft may choose by itself: a chain, with the target's noise, that no policy looks at."""
+    """How the draft may choose by itself: a chain, with the target's noise, that nobody looks at."""
     seq, pick = growth.seq, growth.seq.sampler.pick
-    if growth.budget.width > 1 or seq.policy.looks or not seq.verifier.shares_noise or pick is None or pick.filters:
+    watched = growth.budget.width > 1 or growth.budget.floors or seq.policy.looks
+    if watched or not seq.verifier.shares_noise or pick is None or pick.filters:
         return None
     return pick
 

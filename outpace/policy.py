@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outpace.errors import UsageError
 from outpace.sequence import Sequence, Step
-from outpace.tree import Budget, Signal, Tree
+from outpace.tree import ROOT, Budget, Signal, Tree
 
 TOP = 10  # draft probabilities that are features of the learned policy
 
@@ -56,7 +56,20 @@ class Policy:
 
     def prune(self, seqs: Seq[Sequence], trees: Seq[Tree], budgets: Seq[Budget], rows: int) -> list[Tree]:
         """What to verify of the trees of all that run under this policy, in a pass that `rows` requests share."""
-        return [tree.trim(budget) for tree, budget in zip(trees, budgets, strict=True)]
+        fitting = [tree.trim(budget) for tree, budget in zip(trees, budgets, strict=True)]
+        return [self._sure(seq, tree) for seq, tree in zip(seqs, fitting, strict=True)] if self.looks else fitting
+
+    def _sure(self, seq: Sequence, tree: Tree) -> Tree:
+        """The tree without what follows tokens after which `proceed` would have stopped: a draft model has asked it
+        as it went, other methods draft at once."""
+        if seq.drafter.model_source is not None or tree.probs:
+            return tree
+        depths, grows = tree.depths, {ROOT: True}
+        for node in range(1, len(tree)):
+            if grows.get(tree.parents[node]):
+                known = signal(tree, node)
+                grows[node] = known is None or self.proceed(seq, known, depths[node])
+        return tree.select(grows)
 
     def observe(self, seq: Sequence, step: Step) -> None:
         """Learn from a pass."""
@@ -170,8 +183,16 @@ def examples(step: Step) -> Iterator[Example]:
     """Only where a choice was made were guesses judged: not under a rejected node, nor after the end of a request."""
     for depth, node in enumerate(step.path[: len(step.tokens)], start=1):
         for child in step.tree.children(node):
-            if child in step.tree.signals:
-                yield Example(step.tree.signals[child], depth, child in step.path)
+            known = signal(step.tree, child)
+            if known is not None:
+                yield Example(known, depth, child in step.path)
+
+
+def signal(tree: Tree, node: int) -> Signal | None:
+    """What is known of a node: what the draft knew of it or, in a tree without a draft, how sure the method was."""
+    if tree.signals or node not in tree.chances:
+        return tree.signals.get(node)
+    return Signal(tree.chances[node], 0.0)
 
 
 def classifier() -> nn.Sequential:

@@ -6,6 +6,8 @@ A package of your own adds methods through the entry point group "outpace.method
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -26,6 +28,8 @@ METHODS: dict[str, str] = {
     "lookahead": "outpace.methods.lookahead:Lookahead",
     "layerskip": "outpace.methods.layerskip:LayerSkip",
     "pruned": "outpace.methods.pruned:Pruned",
+    "graft": "outpace.methods.graft:Graft",
+    "via_sd": "outpace.methods.via_sd:ViaSD",
     "auto": "outpace.methods.auto:Auto",
 }
 
@@ -37,6 +41,9 @@ POLICIES: dict[str, type[Policy]] = {
     "learned": Learned,
     "auto": Goodput,
 }
+
+
+NESTED = re.compile(r"\s*\w+\s*=\s*\w+:\w+=")
 
 
 def methods() -> dict[str, str]:
@@ -69,13 +76,26 @@ def required(cls: type) -> list[str]:
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of "name" or "name:option=value,option=value"."""
+    """Name and options of "name" or "name:option=value,option=value".
+
+    A value may be a method with options of its own, which then takes all that follows: "graft:inner=draft:width=4".
+    """
     name, _, rest = spec.partition(":")
-    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
+    pairs = [pair.partition("=") for pair in _pairs(rest)]
     for option, equals, _ in pairs:
         if not equals:
             raise UsageError(f"{option!r} in {spec!r} is not of the form option=value")
     return name.strip(), {option.strip(): _value(value.strip()) for option, _, value in pairs}
+
+
+def _pairs(text: str) -> Iterator[str]:
+    while text:
+        pair, _, rest = text.partition(",")
+        if NESTED.match(pair):
+            pair, rest = text, ""
+        if pair:
+            yield pair
+        text = rest
 
 
 def _value(text: str) -> Any:
@@ -103,6 +123,22 @@ def method(name: str, **given: Any) -> Drafter:
     drafter: Drafter = build("method", name, find(name), given)
     drafter.name = name
     return drafter
+
+
+def inner(given: str | Drafter | None, draft: Any) -> Drafter:
+    """The method that another one wraps: an object, or "name:option=value,..."; None: what can run here."""
+    if isinstance(given, Drafter):
+        return given
+    name, known = parse(given or ("suffix" if draft is None else "draft"))
+    if draft is not None and "draft" in options(find(name)):
+        known["draft"] = draft
+    return method(name, **known)
+
+
+def lossless_options(name: str) -> dict[str, object] | None:
+    """The options with which a method keeps the law: none for most; None where it never does."""
+    cls = find(name)
+    return {} if cls.lossless else cls.lossless_if or None
 
 
 def policy(name: str, **given: Any) -> Policy:

@@ -40,6 +40,8 @@ class ToyLM(CachelessLM):
         part.rows, part.stack, part.qkvo = [], len(layers), [self.qkvo[i] for i in layers]
         return part
 
+    trial = slice
+
     def early(self, layers: int) -> LM | None:
         return EarlyLM(self, layers)
 

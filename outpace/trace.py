@@ -57,24 +57,30 @@ class Pass:
     text: list[str] = field(default_factory=list)  # what each committed token added to the answer
     kept: list[int] = field(default_factory=list)  # nodes whose keys and values stayed
     signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
+    chances: dict[int, float] = field(default_factory=dict)  # node -> the drafter's guess at P(right | parent is)
+    trusted: list[int] = field(default_factory=list)  # nodes that a lossy method committed unasked
     judged: list[Judged] = field(default_factory=list)
     decision: Decision | None = None  # why so much was verified, of a policy that weighs it
 
     @property
     def step(self) -> Step:
         """The step as it was, but for the laws that a draft drew from."""
-        tree = Tree(list(self.tokens), list(self.parents), dict(self.signals), decision=self.decision)
+        tree = Tree(
+            list(self.tokens), list(self.parents), dict(self.signals), chances=dict(self.chances),
+            trusted=set(self.trusted), decision=self.decision,
+        )  # fmt: skip
         return Step(tree, list(self.path), list(self.committed), list(self.kept))
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> Pass:
         signals = {int(n): Signal(p, h, tuple(top)) for n, (p, h, top) in line.pop("signals", {}).items()}
+        chances = {int(node): chance for node, chance in line.pop("chances", {}).items()}
         judged = [
             Judged(j["node"], j["choice"], {int(n): p for n, p in j["children"].items()})
             for j in line.pop("judged", [])
         ]
         decision = Decision(**line.pop("decision")) if "decision" in line else None
-        return cls(**line, signals=signals, judged=judged, decision=decision)
+        return cls(**line, signals=signals, chances=chances, judged=judged, decision=decision)
 
 
 @dataclass
@@ -181,6 +187,10 @@ class TraceWriter:
             line["text"] = seq.watcher.of(count - len(step.tokens), count)
         if tree.signals:
             line["signals"] = {n: [s.prob, s.entropy, list(s.top)] for n, s in tree.signals.items()}
+        if tree.chances:
+            line["chances"] = {node: round(chance, 6) for node, chance in tree.chances.items()}
+        if tree.trusted and not seq.verifier.lossless:
+            line["trusted"] = sorted(tree.trusted)
         if tree.decision is not None:
             line["decision"] = asdict(tree.decision)
         if self.probs:
@@ -217,6 +227,8 @@ def reason(record: Pass, node: int, pieces: dict[int, str]) -> str:
     """Why a node was accepted or not, in words."""
     if node == ROOT:
         return "the root: committed by the pass before"
+    if node in record.path and node in record.trusted:
+        return "accepted unasked: the method vouched for it"
     if node in record.path:
         return "accepted: the target chose it"
     parent = record.parents[node]

@@ -7,7 +7,8 @@ tree (depths, masks, paths) is derived from `tokens` and `parents`, never passed
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ class Signal:
     top: tuple[float, ...] = ()  # the draft's largest probabilities, in order
 
 
+class Floor(NamedTuple):
+    """A draft that is no surer than `chance` of the best path it has at `depth` goes no deeper."""
+
+    depth: int
+    chance: float
+
+
 @dataclass(frozen=True)
 class Budget:
     """How much may be drafted: `depth` tokens on a path, `nodes` in all, `width` children of a node."""
@@ -32,18 +40,23 @@ class Budget:
     nodes: int
     width: int = 1
     levels: int | None = None  # how deep a draft model may be asked, if that is less than `depth`
+    floors: tuple[Floor, ...] = ()  # where a draft model looks whether to go on
 
     @property
     def asked(self) -> int:
         """Levels that a draft model drafts."""
         return self.depth if self.levels is None else min(self.levels, self.depth)
 
+    def stops(self, depth: int, chance: float) -> bool:
+        """Whether a draft whose best path has this chance at this depth ends there."""
+        return any(floor.depth == depth and chance <= floor.chance for floor in self.floors)
+
     def within(self, depth: int, trees: bool) -> Budget:
         """The same budget, no deeper than `depth`, and a chain where the target cannot score trees."""
         depth = max(0, min(self.depth, depth))
         width = self.width if trees else 1
         nodes = min(self.nodes, depth) if width == 1 else self.nodes * (depth > 0)
-        return Budget(depth, nodes, width, self.levels)
+        return replace(self, depth=depth, nodes=nodes, width=width)
 
 
 OFF = Budget(depth=0, nodes=0)
@@ -70,6 +83,7 @@ class Tree:
     probs: dict[int, Tensor] = field(default_factory=dict)  # node -> law its children were drawn from, [vocab]
     sources: dict[int, str] = field(default_factory=dict)  # node -> who proposed it, if not simply the drafter
     chances: dict[int, float] = field(default_factory=dict)  # node -> the drafter's guess at P(right | parent is)
+    trusted: set[int] = field(default_factory=set)  # nodes that the drafter vouches for; the rule `tiered` takes them
     decision: Decision | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -182,7 +196,7 @@ class Tree:
 
     def select(self, nodes: Collection[int]) -> Tree:
         """The tree of these nodes alone, in this order: the root first, parents before their children."""
-        if len(nodes) == len(self):
+        if len(nodes) == len(self) and all(node == i for i, node in enumerate(nodes)):
             return self
         place = {node: i for i, node in enumerate(nodes)}
         return Tree(
@@ -192,4 +206,5 @@ class Tree:
             {place[n]: q for n, q in self.probs.items() if n in place},
             {place[n]: s for n, s in self.sources.items() if n in place},
             {place[n]: c for n, c in self.chances.items() if n in place},
+            {place[n] for n in self.trusted if n in place},
         )

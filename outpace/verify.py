@@ -84,6 +84,22 @@ class Typical(Verifier):
         return _descend(seq, tree, scores.logits, choose)
 
 
+@dataclass(frozen=True)
+class Tiered(Verifier):
+    """Take what the method vouches for unasked; the target chooses where it does not (VIA-SD). Lossy."""
+
+    lossless: ClassVar[bool] = False
+
+    def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
+        def choose(node: int) -> int:
+            vouched = next((child for child in tree.children(node) if child in tree.trusted), None)
+            if vouched is not None:
+                return tree.tokens[vouched]
+            return seq.sampler.choose(scores.logits[node], seq.tokens)
+
+        return _descend(seq, tree, scores.logits, choose)
+
+
 def _warm_law(seq: Sequence, logits: Tensor) -> Tensor:
     """The law under the sampling settings; under greedy decoding, the law the model itself gives."""
     shaped = seq.sampler.shape(logits, seq.tokens)
@@ -270,5 +286,6 @@ VERIFIERS: dict[str, type[Verifier]] = {
     "match": Match,
     "residual": Residual,
     "typical": Typical,
+    "tiered": Tiered,
     "contrastive": Contrastive,
 }

@@ -23,10 +23,13 @@ SMOLLM2 = "smollm2-135m-instruct"
 Maker = Callable[..., dict[str, Any]]
 
 
+LOSSLESS = [name for name in registry.methods() if registry.lossless_options(name) is not None]
+
+
 def settings_of(name: str, draft: LM) -> dict[str, Any]:
-    """The method by name, with a draft if it takes one: nothing here knows a particular method."""
+    """The method by name, with a draft if it takes one, and lossless: nothing here knows a particular method."""
     needed = {"draft": draft} if "draft" in registry.options(registry.find(name)) else {}
-    return {"method": name, **needed}
+    return {"method": name, **needed, **(registry.lossless_options(name) or {})}
 
 
 @pytest.fixture(scope="session", autouse=True)

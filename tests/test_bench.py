@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outpace import trace
+from outpace import registry, trace
 from outpace.api import Model
 from outpace.bench import plan as planning, record as recording, report, tables, tasks
-from outpace.bench.contestants import Ours, Spec, Theirs, specs, theirs
+from outpace.bench.contestants import Ours, Rules, Spec, Theirs, specs, sweep, theirs
 from outpace.bench.plan import Plan
 from outpace.bench.record import Record, Writer
 from outpace.bench.run import Condition, Contestant, Group, Run, Settings, measure, warm_up
@@ -261,8 +261,25 @@ def test_specs() -> None:
     }.items():  # fmt: skip
         with pytest.raises(UsageError, match=message):
             specs([wrong], draft=False)
-    lossy = Ours(toy_model(), Spec.parse("suffix"), rules=replace(command.Rules(), verifier=Spec.parse("typical")))
+    lossy = Ours(toy_model(), Spec.parse("suffix"), rules=replace(Rules(), verifier=Spec.parse("typical")))
     assert lossy.name == "suffix (lossy)"
+
+
+def test_policies_and_methods_are_swept() -> None:
+    """Every method under every policy, by name; plain decoding, which drafts nothing, once."""
+    model, methods = toy_model(), specs(["suffix", "via_sd"], draft=False)
+    policies = [Spec.parse(text) for text in ("confidence:threshold=0.3", "auto")]
+    swept = sweep(model, methods, None, policies, None)
+    assert [one.name for one in swept] == [
+        "plain", "suffix, confidence:threshold=0.3", "suffix, auto", "via_sd, confidence:threshold=0.3 (lossy)",
+        "via_sd, auto (lossy)",
+    ]  # fmt: skip
+    assert [registry.policy("auto").__class__ is type(one.policy) for one in swept] == [False, False, True, False, True]
+    own = sweep(model, methods, None, [], Spec.parse("residual"))
+    assert [one.name for one in own] == ["plain", "suffix", "via_sd (lossy)"]
+    assert {type(one.verifier).__name__ for one in own} == {"Residual"}
+    assert type(Ours(model, Spec.parse("via_sd")).verifier).__name__ == "Tiered"
+    assert Ours(model, Spec.parse("via_sd:exact=true")).name == "via_sd:exact=true"
 
 
 def test_transformers_answers_as_plain_decoding() -> None:
@@ -470,6 +487,16 @@ def test_the_command_measures_reports_and_reports_again(run: Callable[..., Any],
     assert page.exists() and json.loads(again.stdout) == found
     shown = runner.invoke(app, ["bench", "--from", str(tmp_path / "out" / "runs.jsonl")])
     assert "suffix" in shown.stdout and "x plain, by task" in shown.stdout
+
+
+def test_the_command_sweeps_policies(run: Callable[..., Any], tmp_path: Path) -> None:
+    done = run(
+        "--json", "--no-page", "-m", "ngram", "--policy", "fixed:depth=2", "--policy", "confidence", "--rounds", "1"
+    )
+    assert done.exit_code == 0, done.output
+    assert [figures["contestant"] for figures in json.loads(done.stdout)["total"]] == [
+        "plain", "suffix, fixed:depth=2", "suffix, confidence", "ngram, fixed:depth=2", "ngram, confidence",
+    ]  # fmt: skip
 
 
 def test_the_command_updates_a_document(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 import outpace
-from outpace import registry
 from outpace.api import Model
-from tests.conftest import settings_of
+from tests.conftest import LOSSLESS as METHODS, settings_of
 from tests.tiny_models import MODELS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-METHODS = [name for name in registry.methods() if registry.find(name).lossless]
 PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 9]
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

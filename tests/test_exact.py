@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import registry
 from outpace.api import Model
 from outpace.errors import UnsupportedModel
 from outpace.loading import wrap
@@ -15,10 +14,9 @@ from outpace.models.base import Job
 from outpace.models.exact import ROWS, ExactLM, _cut, _passes
 from outpace.tree import Tree
 from tests import tiny_models
-from tests.conftest import settings_of
+from tests.conftest import LOSSLESS as METHODS, settings_of
 
 PROMPTS = [[1, 2, 3, 1, 2], list(range(40)), [9, 8, 7, 6] * 5]
-METHODS = [name for name in registry.methods() if registry.find(name).lossless]
 
 
 def exact(kind: str, dtype: torch.dtype, **config: Any) -> Model:

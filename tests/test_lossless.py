@@ -16,15 +16,16 @@ from transformers.generation import NoRepeatNGramLogitsProcessor
 from outpace import registry
 from outpace.api import Model, Request
 from outpace.models.base import LM
-from tests.conftest import settings_of
+from tests.conftest import LOSSLESS as METHODS, settings_of
 
-METHODS = [name for name in registry.methods() if registry.find(name).lossless]
 TREES: dict[str, dict[str, Any]] = {
     "draft": {"width": 3},
     "layerskip": {"width": 3},
     "pruned": {"width": 3},
     "ngram": {"matches": 3},
     "suffix": {"width": 3},
+    "graft": {"inner": "draft:width=3,depth=4,nodes=8", "nodes": 16},
+    "via_sd": {"inner": "draft:width=3,depth=4"},
     "auto": {"draft": None, "candidates": "ngram+recycling+lookahead"},
 }
 PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5, list(range(40))]

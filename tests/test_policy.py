@@ -490,3 +490,71 @@ def test_the_token_it_stopped_after_is_what_the_draft_says(kind: str, at: int) -
     assert [t for piece in found for t in piece.tokens] == plainly(kind)[0]
     for piece in found[:-1]:
         assert piece.step is not None and piece.step.drafted == piece.step.accepted == min(at, 6)
+
+
+# Methods without a draft model
+
+
+class Guesses(Drafter):
+    """A chain and a side branch, as sure as they are given."""
+
+    shape = Budget(depth=4, nodes=8, width=2)
+    chances: tuple[float, ...] = (0.9, 0.6, 0.2, 0.8)
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        tree = Tree([seq.tokens[-1]])
+        for depth, chance in enumerate(self.chances):
+            tree.add(depth, 10 + depth, chance=chance)
+        tree.add(0, 20, chance=0.1)
+        tree.add(len(tree) - 1, 21, chance=0.9)
+        return tree
+
+
+def test_a_policy_that_looks_cuts_what_was_drafted_at_once() -> None:
+    """What follows a token that it would have stopped after is not verified; the token itself is."""
+    drafter = Guesses()
+    budget, tree = drafter.shape, drafter.propose(sequence(drafter), drafter.shape)
+
+    def kept(policy: Policy, given: Tree = tree, drafter: Drafter = drafter) -> list[int]:
+        return policy.prune([sequence(drafter, policy)], [given], [budget], 1)[0].tokens[1:]
+
+    assert kept(Policy()) == tree.tokens[1:]
+    assert kept(Confidence(threshold=0.5)) == [10, 11, 12, 20]
+    assert kept(Confidence(threshold=0.95)) == [10, 20]
+    assert kept(Confidence(threshold=0.0)) == tree.tokens[1:]
+    asked = Guesses()
+    asked.model_source = ""  # a draft model asks as it goes
+    assert kept(Confidence(threshold=0.5), drafter=asked) == tree.tokens[1:]
+    silent = Tree.chain([1, 10, 11])
+    assert kept(Confidence(threshold=0.99), silent) == [10, 11]
+    drawn = drafter.propose(sequence(drafter), budget)
+    drawn.probs[0] = torch.full((64,), 1 / 64)
+    assert kept(Confidence(threshold=0.95), drawn) == drawn.tokens[1:]  # what was drawn may not be dropped
+
+
+def test_chances_teach_where_there_are_no_signals() -> None:
+    tree = Guesses().propose(sequence(), Budget(4, 8, 2))
+    step = Step(tree, [0, 1, 2], [10, 11, 9], [0, 1, 2])
+    assert [(e.signal.prob, e.accepted) for e in examples(step)] == [
+        (0.9, True),
+        (0.1, False),
+        (0.6, True),
+        (0.2, False),
+    ]
+    tree.signals[1] = Signal(0.7, 0.5)
+    assert [(e.signal.prob, e.accepted) for e in examples(step)] == [(0.7, True)]  # a draft's word counts alone
+
+
+@pytest.mark.parametrize("method", ["ngram", "recycling", "graft", "via_sd:exact=true,inner=ngram"])
+@pytest.mark.parametrize("policy", ["confidence:threshold=0.9,refit=false", "heuristic:start=1,most=2"])
+def test_a_strict_policy_verifies_less(method: str, policy: str, toy: Model) -> None:
+    prompts = [[1, 2, 3, 1, 2], [9, 8, 7, 6] * 3]
+    plain = [done.tokens for done in toy.generate(prompts, method="plain", max_tokens=30)]
+    rows = []
+    for asked in ("fixed", policy):
+        name, options = registry.parse(method)
+        fresh = registry.method(name, **options)
+        found = toy.generate(prompts, method=fresh, policy=asked, max_tokens=30)
+        assert [done.tokens for done in found] == plain
+        rows.append(sum(done.stats.drafted for done in found) / sum(done.stats.passes for done in found))
+    assert rows[1] < rows[0]

@@ -30,12 +30,11 @@ from outpace.sequence import Sequence, Step
 from outpace.testing import ToyLM
 from outpace.tree import ROOT, Budget, Tree
 from tests import tiny_models
-from tests.conftest import settings_of
+from tests.conftest import LOSSLESS, settings_of
 
 PROMPTS = [[1, 2, 3, 1, 2], [5, 9, 8, 7, 6] * 4, [40, 41, 42]]
 WARM = Sampling(temperature=0.9, top_p=0.8, seed=3)
 MANY: dict[str, Any] = {"samples": 400, "contexts": 3, "sampling": Sampling(temperature=1.5, seed=3)}
-LOSSLESS = [name for name in registry.methods() if registry.find(name).lossless]
 
 
 @pytest.fixture(scope="module")

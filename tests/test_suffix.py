@@ -15,12 +15,13 @@ from outpace import Drafter, Sequence, Step
 from outpace.errors import UsageError
 from outpace.methods.lookahead import Lookahead
 from outpace.methods.ngram import NGram, continuation
-from outpace.methods.recycling import EMPTY, Recycling, likeliest
+from outpace.methods.recycling import Recycling
 from outpace.methods.suffix import COUNTED, NO_MATCH, SEPARATOR, START, Automaton, Suffix
 from outpace.models.base import Scores
 from outpace.policy import Policy
 from outpace.sample import Sampler, Sampling
 from outpace.sequence import Limits
+from outpace.successors import EMPTY, likeliest
 from outpace.tree import ROOT, Budget, Tree
 from outpace.verify import Match
 
@@ -328,8 +329,8 @@ def test_recycling_starts_with_the_prompt() -> None:
     assert tree.is_chain and tree.tokens == [1, 2, 3, 1, 2, 3]
     # A later prompt teaches only what is not known.
     drafter.propose(sequence([2, 9, 4, 2], drafter), Budget(5, 20, 3))
-    assert [int(drafter._table[token, 0]) for token in (1, 2, 3, 9, 4)] == [2, 3, 1, 4, 2]
-    assert bool((drafter._table[:, 1:] == EMPTY).all())
+    assert [int(drafter._known.table[token, 0]) for token in (1, 2, 3, 9, 4)] == [2, 3, 1, 4, 2]
+    assert bool((drafter._known.table[:, 1:] == EMPTY).all())
 
 
 def test_recyclings_table_is_the_targets_last_word_on_every_token() -> None:
@@ -339,13 +340,13 @@ def test_recyclings_table_is_the_targets_last_word_on_every_token() -> None:
     scores = scored(tree)
     drafter.observe(seq, passed(tree, [0, 1], scores), scores)
     best = scores.logits.topk(3).indices.tolist()
-    assert [drafter._table[token].tolist() for token in (2, 5, 6, 7)] == [best[0], best[3], best[2], best[4]]
-    assert drafter._table[1].tolist() == [2, EMPTY, EMPTY]
-    assert bool((drafter._table[[0, 3, 4, *range(8, VOCAB)]] == EMPTY).all())
+    assert [drafter._known.table[token].tolist() for token in (2, 5, 6, 7)] == [best[0], best[3], best[2], best[4]]
+    assert drafter._known.table[1].tolist() == [2, EMPTY, EMPTY]
+    assert bool((drafter._known.table[[0, 3, 4, *range(8, VOCAB)]] == EMPTY).all())
     again = scored(Tree([5]), seed=1)
     drafter.observe(seq, passed(Tree([5]), [0], again), again)
-    assert drafter._table[5].tolist() == again.logits[0].topk(3).indices.tolist()
-    assert drafter._table[2].tolist() == best[0]
+    assert drafter._known.table[5].tolist() == again.logits[0].topk(3).indices.tolist()
+    assert drafter._known.table[2].tolist() == best[0]
 
 
 @given(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 20), st.integers(1, 5))
@@ -360,7 +361,7 @@ def test_recyclings_tree_is_read_from_the_table(seed: int, depth: int, nodes: in
     assert tree.trim(budget) is tree
     for node in range(len(tree)):
         children = [tree.tokens[child] for child in tree.children(node)]
-        assert children == drafter._table[tree.tokens[node]].tolist()[: len(children)]
+        assert children == drafter._known.table[tree.tokens[node]].tolist()[: len(children)]
     most = sum(min(width, 4) ** level for level in range(1, depth + 1))
     assert len(tree) - 1 == min(nodes, most)  # the table is full, so the budget is used
 

@@ -41,9 +41,11 @@ class Spec:
 
 
 def specs(given: Seq[str], draft: bool) -> list[Spec]:
-    """The methods to run, plain first; without names, all that need nothing, and `draft` if there is one."""
+    """The methods to run, plain first; without names, all lossless ones that can run with what there is."""
     able = {"draft"} if draft else set[str]()
-    names = list(given) or [name for name in registry.methods() if _needs(name) <= able]
+    names = list(given) or [
+        name for name in registry.methods() if _needs(name) <= able and registry.find(name).lossless
+    ]
     found = [Spec.parse(text) for text in dict.fromkeys([PLAIN, *names])]
     for spec in found:
         known = registry.options(registry.find(spec.name))
@@ -52,6 +54,15 @@ def specs(given: Seq[str], draft: bool) -> list[Spec]:
         if "draft" in _needs(spec.name) and not draft:
             raise UsageError(f"method {spec.name!r} needs a draft model: add --draft MODEL")
     return found
+
+
+def sweep(
+    model: Model, methods: Seq[Spec], draft: Model | None, policies: Seq[Spec], verifier: Spec | None
+) -> list[Ours]:
+    """Every method under every policy, or under the one it asks for; plain decoding once."""
+    own = Rules(None, verifier)
+    every = [Rules(policy, verifier, named=True) for policy in policies] or [own]
+    return [Ours(model, spec, draft, rules) for spec in methods for rules in ([own] if spec.name == PLAIN else every)]
 
 
 def _needs(name: str) -> set[str]:
@@ -110,13 +121,15 @@ class Ours(Timed):
             self.models.append(draft)
         self.fresh()
         lossless = spec.name == PLAIN or (self.drafter.lossless and self.verifier.lossless)
-        self.name = spec.text if lossless else f"{spec.text} (lossy)"
+        policy = f", {self.rules.policy.text}" if self.rules.policy is not None and self.rules.named else ""
+        self.name = spec.text + policy + ("" if lossless else " (lossy)")
 
     def fresh(self) -> None:
         self.drafter = registry.method(self.spec.name, **self.options)
         policy = self.rules.policy or Spec.parse(self.drafter.policy)
         self.policy = registry.policy(policy.name, **policy.options)
-        self.verifier = registry.verifier(self.rules.verifier.name, **self.rules.verifier.options)
+        verifier = self.rules.verifier or Spec.parse(self.drafter.verifier)
+        self.verifier = registry.verifier(verifier.name, **verifier.options)
 
     def answer(self, prompts: list[list[int]], settings: Settings) -> Answers:
         done = self._generate(prompts, settings)
@@ -156,7 +169,8 @@ class Rules:
     """What all our methods run under; plain decoding too, so that a rule is compared with itself."""
 
     policy: Spec | None = None  # None: the one that a method asks for
-    verifier: Spec = field(default_factory=lambda: Spec.parse("match"))
+    verifier: Spec | None = None  # the same
+    named: bool = False  # whether a contestant's name says its policy
 
 
 class Theirs(Timed):

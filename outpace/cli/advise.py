@@ -67,9 +67,8 @@ def advise(
     from outpace.registry import find, methods, options
     from outpace.sample import Sampling
 
-    chosen = method or [
-        name for name in methods() if name not in ("plain", "auto") and (draft or "draft" not in options(find(name)))
-    ]
+    able = [name for name in methods() if find(name).lossless and (draft or "draft" not in options(find(name)))]
+    chosen = method or [name for name in able if name not in ("plain", "auto")]
     sampling = Sampling(temperature, top_k, top_p, seed=seed)
     asked = candidates(chosen, draft)
     if not asked:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outpace.api import Model
 from outpace.bench import plan as planning, record as recording, report, tables
-from outpace.bench.contestants import Ours, Rules, Spec, specs, theirs
+from outpace.bench.contestants import Spec, specs, sweep, theirs
 from outpace.bench.plan import Plan
 from outpace.bench.record import Record, Writer
 from outpace.bench.run import Contestant, Group, Run, measure, warm_up
@@ -31,7 +31,6 @@ from outpace.cli.flags import (
     Dtype,
     Eager,
     Exact,
-    PolicyName,
     Quantize,
     Seed,
     TopK,
@@ -43,6 +42,9 @@ from outpace.errors import UsageError
 
 Methods = Annotated[
     list[str], typer.Option("--method", "-m", help="name or name:option=value,...; several. Default: all that can run.")
+]
+Policies = Annotated[
+    list[str], typer.Option("--policy", help="name or name:option=value,...; several: every method runs under each.")
 ]
 Tasks = Annotated[
     list[str],
@@ -75,7 +77,8 @@ class Setup:
     draft: str | None
     loading: Loading
     methods: list[Spec]
-    rules: Rules
+    policies: list[Spec]
+    verifier: Spec | None
     transformers: bool
     plan: Plan
     rounds: int
@@ -90,8 +93,8 @@ def bench(
     model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")] = DEFAULT_MODEL,
     method: Methods = [],  # noqa: B006
     draft: Draft = None,
-    policy: PolicyName = None,
-    verifier: VerifierName = "match",
+    policy: Policies = [],  # noqa: B006
+    verifier: VerifierName = None,
     transformers: WithTransformers = True,
     task: Tasks = [],  # noqa: B006
     prompts: Prompts = None,
@@ -132,11 +135,14 @@ def bench(
             tuple(task), prompts, limit, tuple(batch), tuple(context), tuple(temperature), top_p, top_k, seed,
             max_tokens,
         )  # fmt: skip
-        rules = Rules(Spec.parse(policy) if policy else None, Spec.parse(verifier))
         loading = Loading(dtype, device, exact, eager, quantize)
+        policies, rule = (
+            [Spec.parse(text) for text in dict.fromkeys(policy)],
+            Spec.parse(verifier) if verifier else None,
+        )
         found = _measured(
             Setup(
-                model, draft, loading, specs(method, draft is not None), rules, transformers, plan, rounds,
+                model, draft, loading, specs(method, draft is not None), policies, rule, transformers, plan, rounds,
                 folder, trace, given,
             )
         )  # fmt: skip
@@ -162,7 +168,7 @@ def _measured(setup: Setup) -> Record:
     prompts = planning.load(setup.plan)
     lm = load_model(setup.model, setup.loading)
     draft = load_model(setup.draft, setup.loading.draft) if setup.draft else None
-    ours = [Ours(lm, spec, draft, setup.rules) for spec in setup.methods]
+    ours = sweep(lm, setup.methods, draft, setup.policies, setup.verifier)
     others = theirs(lm, draft, max(setup.plan.batches) > 1) if setup.transformers else []
     with _progress() as bars, tracing(setup.trace, lm) as writer:
         groups = _prepared(setup.plan, lm, prompts, bars)

@@ -14,7 +14,10 @@ Options = Annotated[list[str], typer.Option("--option", "-o", help="An option of
 PolicyName = Annotated[
     str | None, typer.Option("--policy", help="How much to draft: auto, fixed, ...; default: what the method asks for.")
 ]
-VerifierName = Annotated[str, typer.Option("--verifier", help="match, residual, typical or contrastive.")]
+VerifierName = Annotated[
+    str | None,
+    typer.Option("--verifier", help="match, residual, typical, contrastive; default: what the method asks for."),
+]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this much probability.")]

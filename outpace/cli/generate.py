@@ -54,7 +54,7 @@ def generate(
     draft: Draft = None,
     option: Options = [],  # noqa: B006
     policy: PolicyName = None,
-    verifier: VerifierName = "match",
+    verifier: VerifierName = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,

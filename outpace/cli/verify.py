@@ -60,7 +60,7 @@ def verify(
     method: Methods = [],  # noqa: B006
     draft: Draft = None,
     policy: PolicyName = None,
-    verifier: VerifierName = "match",
+    verifier: VerifierName = None,
     prompts: PromptFile = None,
     limit: Limit = 1,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 48,

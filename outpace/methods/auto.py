@@ -53,6 +53,10 @@ class Auto(Drafter):
     def model_source(self) -> str | None:  # type: ignore[override]
         return None if self._model is None else self._model.name
 
+    def open(self, seq: Sequence) -> None:
+        for part in self._parts:
+            part.open(seq)
+
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         return self.propose_batch([seq], [budget])[0]
 

@@ -51,7 +51,6 @@ class FastLM(PackedLM):
         if self.device.type == "cpu":
             self.halves.shorten(self.quick)
         self.compile_seconds = 0.0
-        self._parts: dict[tuple[int, ...], PackedLM] = {}
         compile_layers(self.quick, self.windows)
 
     @classmethod
@@ -111,15 +110,8 @@ class FastLM(PackedLM):
         self.clear()
         return torch.cat(logits)
 
-    def slice(self, layers: Seq[int], eager: bool = False) -> PackedLM:
-        if not eager and tuple(layers) in self._parts:
-            return self._parts[tuple(layers)]
-        part = PackedLM(self.model, layers, self.cache.limit)
-        part.cache.kinds = self.cache.kinds
-        part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
-        if not eager:  # kept: to compile it takes longer than all else
-            part = self._parts[tuple(layers)] = type(self).of(part, self.halves)
-        return part
+    def ready(self, part: PackedLM) -> PackedLM:
+        return type(self).of(part, self.halves)
 
     @property
     def fingerprint(self) -> str:

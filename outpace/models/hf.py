@@ -123,6 +123,7 @@ class PackedLM(SlotLM):
         self.context: int = context_length(model.config)
         self.cache = SlotCache(len(self.layers), cache_limit)
         self.stack = len(self.layers)
+        self.slices: dict[tuple[int, ...], PackedLM] = {}
         self._stages: dict[tuple[int, Span], Stage] = {}
 
     @classmethod
@@ -164,9 +165,31 @@ class PackedLM(SlotLM):
         return self.view.get_input_embeddings().weight.device
 
     def slice(self, layers: Seq[int], eager: bool = False) -> PackedLM:
-        part = type(self)(self.model, layers, self.cache.limit)
+        """Made once, unless it is not worth to be compiled."""
+        if eager:
+            return self._part(layers)
+        if tuple(layers) not in self.slices:
+            self.slices[tuple(layers)] = self.ready(self._part(layers))
+        return self.slices[tuple(layers)]
+
+    def _part(self, layers: Seq[int]) -> PackedLM:
+        part = PackedLM(self.model, layers, self.cache.limit)
+        part.cache.kinds = self.cache.kinds
         part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
         return part
+
+    def ready(self, part: PackedLM) -> PackedLM:
+        """A slice as it will run."""
+        return part
+
+    def trial(self, layers: Seq[int]) -> Reference:
+        """Some of the layers as they are, without a cache and without compiling: to see what they say."""
+        return ModelReference(view(self.model, layers))
+
+    def clear(self) -> None:
+        super().clear()
+        for part in self.slices.values():
+            part.clear()
 
     @property
     def fingerprint(self) -> str:

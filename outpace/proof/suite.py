@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from outpace.api import Model
+from outpace.errors import UnsupportedModel
 from outpace.proof.law import sampled_law
 from outpace.proof.parity import PLAIN, Parity, keeps_seed
 from outpace.proof.plan import Plan, Subject
@@ -32,6 +33,13 @@ def questions(plan: Plan, subjects: list[Subject], transformers: bool = False) -
     out = []
     for subject in [PLAIN, *(s for s in subjects if s.name != PLAIN.name)]:
         sequence = plan.model.sequence(plan.request(subject, plan.prompts[0]))
+        try:
+            sequence.target = plan.model.lm
+            sequence.drafter.open(sequence)
+        except UnsupportedModel as error:
+            refused = Check(subject.name, "all checks", "skip", str(error))
+            out.append(Question(subject.name, refused.name, partial(_given, refused)))
+            continue
         if not (sequence.drafter.lossless and sequence.verifier.lossless):
             out.append(Question(subject.name, "price", partial(price, plan, subject)))
             continue
@@ -48,6 +56,10 @@ def questions(plan: Plan, subjects: list[Subject], transformers: bool = False) -
             asked["greedy = Transformers"] = parity.transformers
         out += [Question(subject.name, name, partial(ask, subject)) for name, ask in asked.items()]
     return out
+
+
+def _given(check: Check) -> Check:
+    return check
 
 
 def subjects_of(specs: list[str], draft: Model | None, shared: dict[str, Any]) -> list[Subject]:

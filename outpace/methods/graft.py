@@ -1,0 +1,108 @@
+"""Graft: a draft that stops where it is unsure, and successors of the root in the places that this leaves.
+
+A pruned tree can never accept more than the whole one; nodes from elsewhere can. So the number of nodes stays, the
+draft costs less, and what it would have been unsure of is replaced by what the target thought before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+from outpace import calibrated, grafting, registry
+from outpace.drafter import Drafter
+from outpace.errors import UsageError
+from outpace.grafting import Grafting, Slot
+from outpace.models.base import LM, Scores
+from outpace.sequence import Sequence, Step
+from outpace.successors import Successors
+from outpace.tree import Budget, Tree
+
+SPARE = 3  # times the nodes of a tree that the template has: some of it will be there already, some unknown
+
+
+@dataclass(eq=False)
+class Graft(Drafter):
+    """Another method's guesses, cut where it is unsure, and the target's earlier thoughts in the places that frees."""
+
+    draft: LM | None = None
+    inner: str | Drafter | None = None  # the method that is wrapped; None: draft, or suffix where there is no draft
+    nodes: int = 60
+    calibration: str | None = None  # a file of `outpace calibrate`
+    _inner: Drafter = field(init=False, repr=False)
+    _grafting: Grafting = field(init=False, repr=False)
+    _known: Successors = field(init=False, repr=False)
+    _slots: list[Slot] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise UsageError(f"graft needs nodes >= 1, got {self.nodes}")
+        found = Grafting() if self.calibration is None else _read(self.calibration)
+        self._inner, self._grafting = registry.inner(self.inner, self.draft), found
+        width = max(map(len, found.ranks))
+        self._known = Successors(width)
+        own = self._inner.shape
+        self.shape = Budget(max(own.depth, len(found.ranks)), self.nodes, own.width + width)
+        self._slots = grafting.template(found.ranks, SPARE * self.nodes, self.shape.depth)
+
+    @property
+    def model_source(self) -> str | None:  # type: ignore[override]
+        return self._inner.model_source or (None if self._inner.model_source is None else self._inner.name)
+
+    def open(self, seq: Sequence) -> None:
+        self._inner.open(seq)
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        return self.propose_batch([seq], [budget])[0]
+
+    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
+        shares = [self._share(budget) for budget in budgets]
+        drafted = [
+            tree if tree.probs else tree.trim(share)
+            for tree, share in zip(self._inner.propose_batch(seqs, shares), shares, strict=True)
+        ]
+        return [self._grafted(*given) for given in zip(seqs, drafted, budgets, strict=True)]
+
+    def _share(self, budget: Budget) -> Budget:
+        """What the wrapped method may draft, and where it looks whether to go on."""
+        own = self._inner.shape
+        return replace(
+            budget, depth=min(budget.depth, own.depth), nodes=min(budget.nodes, own.nodes),
+            width=min(budget.width, own.width), floors=self._grafting.floors,
+        )  # fmt: skip
+
+    def _grafted(self, seq: Sequence, drafted: Tree, budget: Budget) -> Tree:
+        self._learn_prompt(seq)
+        if drafted.probs:  # tokens that were drawn from a law may not be dropped, nor stand beside others
+            return drafted
+        tree = grafting.prune(drafted, self._grafting.gates, budget.nodes)
+        for node in range(1, len(tree)):
+            tree.sources.setdefault(node, self._inner.name)
+        source = f"{self.name}: retrieved"
+        if budget.width == 1:
+            return grafting.extend(tree, self._known, self._grafting.ranks, budget, source)
+        return grafting.fill(tree, self._slots, self._known, budget, source)
+
+    def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
+        self._inner.observe(seq, step, scores)
+        self._learn_prompt(seq)
+        self._known.learn(step.tree, scores.logits)
+
+    def _learn_prompt(self, seq: Sequence) -> None:
+        def learn() -> bool:
+            self._known.sized(seq.vocab)
+            self._known.learn_text(seq.tokens)
+            return True
+
+        seq.memory(self, learn)
+
+    def close(self, seq: Sequence) -> None:
+        self._inner.close(seq)
+
+
+def _read(path: str) -> Grafting:
+    found = calibrated.section(path, "graft")
+    try:
+        return Grafting.of(found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"the calibration {path!r} is not of this format: {error!r}") from error

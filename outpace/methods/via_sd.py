@@ -1,0 +1,209 @@
+"""VIA-SD: a slim verifier, the target without some of its layers, judges the guesses before the target is asked.
+
+Of a guess that the slim verifier holds nearly as likely as its own best it is sure; one that it doubts it replaces;
+only about one that it holds unlikely the target is asked, in one pass over all that was decided until then. That is
+lossy. With `exact=True` it decides nothing: what it holds unlikely is left out, the rest is put in its order, and the
+target verifies all of it. How unlikely that is follows from what it held of the tokens that the target chose.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from outpace import calibrated, registry, slim as choice
+from outpace.drafter import Drafter
+from outpace.errors import UsageError
+from outpace.layers import parse
+from outpace.models.base import LM, Scores
+from outpace.sequence import Sequence, Step
+from outpace.tree import ROOT, Budget, Signal, Tree
+
+LEAST, MOST = 20, 400  # choices of the target from which a floor is drawn
+MISSED = 0.05  # share of them that may lie under it
+Laws = dict[tuple[int, ...], Tensor]  # tokens from the root on -> what the slim verifier expects after them, [vocab]
+
+
+@dataclass
+class Block:
+    """What is decided of one request since the target was last asked."""
+
+    shadow: Sequence  # the request as if that were committed: the drafter and the slim verifier look at this
+    budget: Budget
+    tree: Tree
+    open: bool = True  # there is more to decide without the target
+
+    @classmethod
+    def of(cls, seq: Sequence, budget: Budget) -> Block:
+        # All but the tokens is shared, what the drafter remembers of the request included.
+        return cls(replace(seq, tokens=list(seq.tokens)), budget, Tree([seq.tokens[-1]]))
+
+    @property
+    def left(self) -> int:
+        return min(self.budget.depth, self.budget.nodes) - len(self.tree) + 1
+
+
+@dataclass(eq=False)
+class ViaSD(Drafter):
+    """The target without some of its layers judges guesses first; the target is asked where that one is unsure."""
+
+    lossless = False
+    lossless_if: ClassVar[dict[str, object]] = {"exact": True}
+    verifier = "tiered"
+    draft: LM | None = None
+    inner: str | Drafter | None = None  # who guesses; None: draft, or suffix where there is no draft
+    exact: bool = False
+    accept: float = 0.6  # of the slim verifier's largest probability: from here on it is sure
+    ask: float = 0.3  # and under this share the target is asked; with `exact`, the largest share that is dropped
+    block: int = 5  # guesses that are judged at once
+    depth: int = 20  # tokens after which the target is asked in any case
+    skip: float = 0.45  # share of the layers that the slim verifier does without
+    layers: str = ""  # that it keeps, such as 0-5+9+12-29; empty: by `calibration`, or evenly
+    calibration: str | None = None  # a file of `outpace calibrate --layers-of MODEL`
+    _inner: Drafter = field(init=False, repr=False)
+    _target: LM | None = field(default=None, init=False, repr=False)
+    _slim: LM | None = field(default=None, init=False, repr=False)
+    _held: deque[float] = field(default_factory=lambda: deque(maxlen=MOST), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ask <= self.accept <= 1:
+            raise UsageError(f"via_sd needs 0 <= ask <= accept <= 1, got {self.ask} and {self.accept}")
+        if self.block < 1 or self.depth < 1 or not 0 <= self.skip < 1:
+            raise UsageError("via_sd needs block >= 1, depth >= 1 and 0 <= skip < 1")
+        if self.layers and self.calibration:
+            raise UsageError("via_sd takes its layers from `layers` or from `calibration`, not from both")
+        self._inner = registry.inner(self.inner, self.draft)
+        self.lossless = self.exact
+        self.verifier = "match" if self.exact else "tiered"
+        self.shape = self._inner.shape if self.exact else Budget(self.depth, self.depth)
+
+    @property
+    def model_source(self) -> str | None:  # type: ignore[override]
+        return self._inner.model_source or (None if self._inner.model_source is None else self._inner.name)
+
+    def open(self, seq: Sequence) -> None:
+        self._inner.open(seq)
+        target = seq.target
+        assert target is not None, "the engine names the target"
+        if self._slim is None:
+            self._target, self._slim = target, self._sliced(choice.layered(target, "via_sd"))
+        elif self._target is not target:
+            raise UsageError("this via_sd runs a part of another model: make one for each model")
+
+    def _sliced(self, target: choice.Layered) -> LM:
+        if self.calibration is not None:
+            found = calibrated.section(self.calibration, "via_sd")
+            if not isinstance(found.get("layers"), list):
+                raise UsageError(f"the calibration {self.calibration!r} names no layers")
+            return target.slice(found["layers"])
+        return target.slice(parse(self.layers) if self.layers else choice.spread(target.stack, self.skip))
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        return self.propose_batch([seq], [budget])[0]
+
+    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
+        if self.exact:
+            drafted = self._inner.propose_batch(seqs, budgets)
+            judged = [i for i, tree in enumerate(drafted) if len(tree) > 1 and not tree.probs]
+            scores = self._score([seqs[i] for i in judged], [drafted[i] for i in judged])
+            for i, logits in zip(judged, scores, strict=True):
+                drafted[i] = self._ordered(seqs[i], drafted[i], logits)
+            return drafted
+        blocks = [Block.of(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        while active := [block for block in blocks if block.open]:
+            self._round(active)
+        return [block.tree for block in blocks]
+
+    def _score(self, seqs: Seq[Sequence], trees: Seq[Tree]) -> list[Tensor]:
+        """What the slim verifier says about every node."""  # of each tree: [nodes, vocab]
+        assert self._slim is not None, "a drafter is told of a request before it is asked"
+        if not seqs:
+            return []
+        rows = [self._row(seq) for seq in seqs]
+        self._slim.sync([seq.tokens[:-1] for seq in seqs], rows)
+        return [scores.logits for scores in self._slim.score(trees, rows)]
+
+    def _row(self, seq: Sequence) -> int:
+        slim = self._slim
+        assert slim is not None
+        return seq.memory(slim, lambda: slim.acquire(seq.tokens[:-1]))
+
+    def _ordered(self, seq: Sequence, tree: Tree, logits: Tensor) -> Tree:
+        """The tree without what the slim verifier holds unlikely, and the likeliest paths first."""
+        reach, kept, laws = {ROOT: 1.0}, [ROOT], seq.memory(self, Laws)
+        floor = self._floor
+        for node in range(len(tree)):
+            children = tree.children(node)
+            if node not in reach or not children:
+                continue
+            after = [tree.tokens[n] for n in tree.path(node)[1:]]
+            shaped = seq.sampler.shape(logits[node], seq.tokens + after)
+            law = seq.sampler.noised(shaped, len(seq.tokens + after)).double().softmax(-1)  # as the target will choose
+            laws[tuple(after)], least = law, floor * float(law.max())
+            for child in children:
+                chance = float(law[tree.tokens[child]])
+                if chance >= least and chance > 0:
+                    reach[child], tree.chances[child] = reach[node] * chance, chance
+                    tree.sources.setdefault(child, self._inner.name)
+                    kept.append(child)
+        return tree.select(sorted(kept, key=lambda node: (-reach[node], node)))
+
+    @property
+    def _floor(self) -> float:
+        """The share of the slim verifier's best under which a guess is dropped: the target seldom chooses there."""
+        if len(self._held) < LEAST:
+            return 0.0
+        return min(self.ask, sorted(self._held)[int(MISSED * len(self._held))])
+
+    def _round(self, blocks: Seq[Block]) -> None:
+        """Guess one block for each, and let the slim verifier decide about it."""
+        sizes = [min(self.block, block.left) for block in blocks]
+        budgets = [replace(b.budget, depth=n, nodes=n, width=1) for b, n in zip(blocks, sizes, strict=True)]
+        shadows = [block.shadow for block in blocks]
+        drafted = [t.trim(b) for t, b in zip(self._inner.propose_batch(shadows, budgets), budgets, strict=True)]
+        for block, tree, logits in zip(blocks, drafted, self._score(shadows, drafted), strict=True):
+            block.open = len(tree) > 1 and self._judge(block, tree, logits) and block.left > 0
+            # A model follows wherever it is led; what others remember of a request is what was really said.
+            block.open = block.open and self._inner.model_source is not None
+
+    def _judge(self, block: Block, drafted: Tree, logits: Tensor) -> bool:
+        """Add what is decided about a chain; True when the target need not be asked yet."""  # [nodes, vocab]
+        seq, tree, asked = block.shadow, block.tree, False
+        for node, token in enumerate(drafted.tokens[1:]):
+            shaped = seq.sampler.shape(logits[node], seq.tokens)
+            law = shaped.double().softmax(-1)
+            share = float(law[token] / law.max())
+            if share == 0:  # it may not even be allowed, and what follows it could not be judged
+                return False
+            doubted = self.ask <= share < self.accept
+            chosen = int(seq.sampler.noised(shaped, len(seq.tokens)).argmax()) if doubted else token
+            source, chance = self._inner.name if chosen == token else f"{self.name}: slim", float(law[chosen])
+            added = tree.add(len(tree) - 1, chosen, Signal(chance, 0.0), source, chance)
+            if share >= self.ask:
+                tree.trusted.add(added)
+            asked = asked or share < self.ask
+            seq.tokens.append(chosen)
+            if chosen in seq.limits.stop_tokens:
+                return False
+            if chosen != token:
+                break
+        return not asked
+
+    def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
+        self._inner.observe(seq, step, scores)
+        laws = seq.memory(self, Laws)
+        for depth, token in enumerate(step.tokens):
+            law = laws.get(tuple(step.tokens[:depth]))
+            if law is not None:
+                self._held.append(float(law[token] / law.max()))
+        laws.clear()
+
+    def close(self, seq: Sequence) -> None:
+        self._inner.close(seq)
+        row = seq.forget(self._slim)
+        if row is not None and self._slim is not None:
+            self._slim.release(row)
