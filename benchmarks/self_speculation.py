@@ -4,12 +4,13 @@
 
 The model answers some prompts plainly; then every draft is asked, at each place of those answers, what it would choose.
 That decides how many tokens a pass of greedy decoding commits (`outpace/layers.py`), so no clock is involved. The cost
-of a guess is the share of the model's weights that it reads. It pays when it is right more often than it costs.
+of a guess is the share of the model's weights that it reads. It pays when it is right more often than it costs. Layers
+to leave out are chosen on the first prompt of every task, and all drafts are judged on the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -54,7 +55,7 @@ def main(
     search: Annotated[list[int], typer.Option(help="The same, by search; may be repeated.")] = [2, 4, 6],  # noqa: B006
     tries: Annotated[int, typer.Option(help="Sets of layers that each search looks at.")] = 16,
     task: Annotated[list[str], typer.Option(help="Tasks of `outpace bench`; may be repeated.")] = TASKS,
-    limit: Annotated[int, typer.Option(help="Prompts per task.")] = 2,
+    limit: Annotated[int, typer.Option(help="Prompts per task to judge by.")] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 24,
     context: Annotated[int, typer.Option(help="Last tokens of each prompt that are read.")] = 64,
     output: Annotated[Path | None, typer.Option(help="Where the plot goes, as .png or .svg.")] = None,
@@ -62,35 +63,50 @@ def main(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
 ) -> None:
     lm = outpace.load(model, device=device, dtype=dtype, eager=True)
-    prompts = [tasks.encode(prompt, lm)[-context:] for prompt in tasks.load(tasks=task, limit=limit)]
-    answers = lm.generate(prompts, method="plain", max_tokens=tokens, ignore_eos=True)
-    probe = Probe(lm.lm, [Sample(p + a.tokens[:-1], len(p) - 1) for p, a in zip(prompts, answers, strict=True)])
+    asked = tasks.load(tasks=task, limit=limit + 1)
+    firsts = {prompt.task: prompt for prompt in reversed(asked)}.values()
+
+    def probe(some: Iterable[tasks.Prompt]) -> Probe:
+        prompts = [tasks.encode(prompt, lm)[-context:] for prompt in some]
+        answers = lm.generate(prompts, method="plain", max_tokens=tokens, ignore_eos=True)
+        return Probe(lm.lm, [Sample(p + a.tokens[:-1], len(p) - 1) for p, a in zip(prompts, answers, strict=True)])
+
+    chosen, judged = probe(firsts), probe(prompt for prompt in asked if prompt not in firsts)
     stack = lm.lm.stack
     layers = sorted({max(1, round(stack * i / (exits + 1))) for i in range(1, exits + 1)} | {stack - 1})
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("drafts", total=len(layers) + len(remove) + len(search))
-        found = list(
-            points(probe, layers, [n for n in remove if n < stack], search, tries, lambda: progress.advance(bar))
-        )
+        probes, fewer = Probes(chosen, judged, tries), [count for count in remove if count < stack]
+        found = list(points(probes, layers, fewer, search, lambda: progress.advance(bar)))
     places = sum(map(len, found[0].matches))
-    print(f"{model}: {stack} layers, {len(prompts)} answers of {tokens} tokens, {places} places\n")  # noqa: T201
+    print(f"{model}: {stack} layers, {len(judged.samples)} answers of {tokens} tokens, {places} places\n")  # noqa: T201
     print(table(found))  # noqa: T201
     if output is not None:
         plot(found, output, f"{model}, {places} places of its own greedy answers")
 
 
+@dataclass(frozen=True)
+class Probes:
+    """Texts on which layers are chosen, and others on which they are judged."""
+
+    chosen: Probe
+    judged: Probe
+    tries: int
+
+
 def points(
-    probe: Probe, exits: list[int], remove: list[int], search: list[int], tries: int, done: Callable[[], object]
+    probes: Probes, exits: list[int], remove: list[int], search: list[int], done: Callable[[], object]
 ) -> Iterator[Point]:
-    stack, share = probe.target.stack, probe.target.share
+    chosen, judged = probes.chosen, probes.judged
+    stack, share = judged.target.stack, judged.target.share
     for count in exits:
-        yield Point("exit", spell(range(count)), count, share(count), probe.exit(count))
+        yield Point("exit", spell(range(count)), count, share(count), judged.exit(count))
         done()
     for kind, counts in (("block", remove), ("search", search)):
         for count in counts:
-            gone = probe.block(count) if kind == "block" else probe.search(count, tries)
+            gone = chosen.block(count) if kind == "block" else chosen.search(count, probes.tries)
             kept = without(stack, gone)
-            yield Point(kind, spell(kept), len(kept), share(len(kept)), probe.kept(kept))
+            yield Point(kind, spell(kept), len(kept), share(len(kept)), judged.kept(kept))
             done()
 
 

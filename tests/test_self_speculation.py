@@ -449,7 +449,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_the_benchmark_on_a_tiny_model(tmp_path: Path):
     module = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "self_speculation.py"))
     probe = Probe(deep((3, 4)).lm, [Sample(text(30, 1), 5)])
-    found = list(module["points"](probe, [2, 7], [1, 2], [2], 3, lambda: None))
+    found = list(module["points"](module["Probes"](probe, probe, 3), [2, 7], [1, 2], [2], lambda: None))
     assert [point.kind for point in found] == ["exit", "exit", "block", "block", "search"]
     assert found[3].agreement == 1.0 and found[3].layers == "0-2+5-7"  # these two do nothing
     lines = module["table"](found).splitlines()

@@ -110,9 +110,9 @@ def _note(model: str, kept: str, stack: int, rule: str, found: dict[str, Any]) -
     return (
         f"# {Path(model).name} without some of its layers\n\n"
         f"Layers {kept} of {stack} of `{model}`, {rule}, with all other weights as they were and no training after. "
-        f"On {found['places']} places of the whole model's own answers it chose the same token on "
-        f"{found['agreement']:.0%} of them. Made as a draft for speculative decoding by `outpace prune` "
-        f"(outpace {__version__}); the licence is that of the original.\n"
+        f"On {found['places']} places of the whole model's own answers, the ones that the choice was made with, it "
+        f"chose the same token on {found['agreement']:.0%}. Made as a draft for speculative decoding by "
+        f"`outpace prune` (outpace {__version__}); the licence is that of the original.\n"
     )
 
 
