@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/graft.py --nodes 24 --max-tokens 40 --update docs/benchmarks.md
 
 The draft is the target without a few layers: it guesses as a draft model does, and costs far more, so nothing is timed
-here. `calibrated` is fitted to traces of the first half of the prompts, for a draft whose level costs `--level-cost`
-passes; figures are of the other half. Every answer is compared with plain decoding's.
+here. On the first half of the prompts every method fills its table and `calibrated` is fitted, for a draft whose level
+costs `--level-cost` passes; figures are of the other half. Every answer is compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from outpace.api import Model
 from outpace.bench import tasks
 from outpace.bench.tables import update
 from outpace.calibrate import Calibration, calibrate
+from outpace.drafter import Drafter
 from outpace.models.base import LM
 from outpace.trace import TraceWriter, read
 
@@ -61,34 +62,53 @@ def specs(nodes: int, calibration: Path) -> dict[str, str]:
     }
 
 
-def run(model: Model, name: str, spec: str, draft: LM, prompts: Seq[list[int]], **settings: Any) -> Line:
-    """One after the other: what a method learns serves the next prompt."""
-    chosen, options = registry.parse(spec)
-    if "draft" in registry.options(registry.find(chosen)):
+@dataclass(frozen=True)
+class Texts:
+    """Prompts to learn from, prompts to count, and plain decoding's answers to these."""
+
+    learned: list[list[int]]
+    counted: list[list[int]]
+    answers: list[list[int]]
+
+    @classmethod
+    def of(cls, model: Model, prompts: Seq[list[int]], **settings: Any) -> Texts:
+        half = (len(prompts) + 1) // 2
+        answers = [model.generate(prompt, method="plain", **settings).tokens for prompt in prompts[half:]]
+        return cls(list(prompts[:half]), list(prompts[half:]), answers)
+
+
+def method(spec: str, draft: LM) -> Drafter:
+    name, options = registry.parse(spec)
+    if "draft" in registry.options(registry.find(name)):
         options["draft"] = draft
-    drafter, steps, same = registry.method(chosen, **options), [], True
-    for prompt in prompts:
+    return registry.method(name, **options)
+
+
+def run(model: Model, name: str, drafter: Drafter, texts: Texts, **settings: Any) -> Line:
+    """One after the other: what a method learns serves the next prompt."""
+    for prompt in texts.learned:
+        model.generate(prompt, method=drafter, **settings)
+    steps, same = [], True
+    for prompt, answer in zip(texts.counted, texts.answers, strict=True):
         pieces = list(model.stream(prompt, method=drafter, **settings))
         done = pieces[-1].completion
         steps += [piece.step for piece in pieces if piece.step is not None]
-        same = same and done is not None and done.tokens == model.generate(prompt, method="plain", **settings).tokens
+        same = same and done is not None and done.tokens == answer
     levels = sum(max((step.tree.depths[node] for node in step.tree.signals), default=0) for step in steps)
     tokens = sum(len(step.tokens) for step in steps)
     return Line(name, len(steps), tokens, sum(step.drafted for step in steps), levels, same)
 
 
-def fit(
-    model: Model, draft: LM, prompts: Seq[list[int]], nodes: int, level_cost: float, **settings: Any
-) -> Calibration:
+def fit(model: Model, draft: LM, texts: Texts, given: argparse.Namespace, **settings: Any) -> Calibration:
+    """Traces of the draft and of the table, and what they say."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
         with TraceWriter(path) as writer:
-            for spec in (f"draft:depth=6,width=4,nodes={nodes}", f"recycling:nodes={nodes}"):
-                name, options = registry.parse(spec)
-                drafter = registry.method(name, **options, **({"draft": draft} if name == "draft" else {}))
-                for prompt in prompts:
+            for spec in (f"draft:depth=6,width=4,nodes={given.nodes}", f"recycling:nodes={given.nodes}"):
+                drafter = method(spec, draft)
+                for prompt in texts.learned:
                     model.generate(prompt, method=drafter, trace=writer, **settings)
-        return calibrate([read(path)], nodes, level_cost)
+        return calibrate([read(path)], given.nodes, given.level_cost)
 
 
 def table(lines: Seq[Line], found: Calibration, level_cost: float) -> str:
@@ -102,14 +122,14 @@ def table(lines: Seq[Line], found: Calibration, level_cost: float) -> str:
 
 
 def compare(model: Model, draft: LM, prompts: Seq[list[int]], given: argparse.Namespace) -> str:
-    half, settings = (len(prompts) + 1) // 2, {"max_tokens": given.max_tokens}
-    found = fit(model, draft, prompts[:half], given.nodes, given.level_cost, **settings)
+    settings = {"max_tokens": given.max_tokens}
+    texts = Texts.of(model, prompts, **settings)
+    found = fit(model, draft, texts, given, **settings)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c.json"
         calibrated.write(path, {"graft": found.grafting.to_dict()})
-        lines = [
-            run(model, name, spec, draft, prompts[half:], **settings) for name, spec in specs(given.nodes, path).items()
-        ]
+        wanted = specs(given.nodes, path)
+        lines = [run(model, name, method(spec, draft), texts, **settings) for name, spec in wanted.items()]
     return table(lines, found, given.level_cost)
 
 

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/via_sd.py --draft small-model --calibration layers.json --plot build/via_sd.png
 
 Each point is one pair of thresholds. The exact form and the draft alone stand beside them: they cost nothing but time.
-Without `--draft`, `suffix` guesses. `--untimed` leaves out the speed, and shows tokens per pass instead.
+Without a draft `suffix` guesses. `--untimed` leaves out the speed, and shows tokens per pass instead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any
 import typer
 
 import outpace
+from outpace import layers
 from outpace.api import Model
 from outpace.bench import tasks
+from outpace.models.base import LM
 from outpace.proof.plan import Plan, Subject
 from outpace.proof.price import is_right, price
 from outpace.sample import Sampling
@@ -47,7 +49,7 @@ class Point:
         return f"| {self.name} | {kept} | {kl} | {score} | {self.tokens_per_pass:.2f} | {speed} |"
 
 
-def subjects(draft: Model | None, given: dict[str, Any]) -> list[Subject]:
+def subjects(draft: Model | LM | None, given: dict[str, Any]) -> list[Subject]:
     own = {"draft": draft} if draft is not None else {}
     inner = {"method": "suffix" if draft is None else "draft", **own}
     found = [
@@ -118,6 +120,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--draft", help="a draft model; without one, suffix guesses")
+    parser.add_argument("--draft-layers", help="of the model itself, that make a draft where there is no model for it")
     parser.add_argument("--calibration", help="a file of `outpace calibrate --layers-of MODEL`")
     parser.add_argument("--skip", type=float, default=0.45, help="share of layers left out, without a calibration")
     parser.add_argument("--task", action="append", help="default: math and qa, which have answers")
@@ -130,7 +133,9 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def points_of(model: Model, draft: Model | None, prompts: Seq[tasks.Prompt], given: argparse.Namespace) -> list[Point]:
+def points_of(
+    model: Model, draft: Model | LM | None, prompts: Seq[tasks.Prompt], given: argparse.Namespace
+) -> list[Point]:
     answers = {i: prompt.answer for i, prompt in enumerate(prompts) if prompt.answer is not None}
     plan = Plan(
         model, [tasks.encode(prompt, model) for prompt in prompts], given.max_tokens, samples=given.samples,
@@ -143,7 +148,9 @@ def points_of(model: Model, draft: Model | None, prompts: Seq[tasks.Prompt], giv
 def main() -> None:
     given = arguments().parse_args()
     model = outpace.load(given.model)
-    draft = outpace.load(given.draft) if given.draft else None
+    draft: Model | LM | None = outpace.load(given.draft) if given.draft else None
+    if given.draft_layers:
+        draft = layers.layered(model.lm, "the draft").slice(layers.parse(given.draft_layers))
     points = points_of(model, draft, tasks.load(None, given.task or ["math", "qa"], given.limit), given)
     typer.echo(table(points))
     if given.plot is not None:
