@@ -110,6 +110,9 @@ class FastLM(PackedLM):
         self.clear()
         return torch.cat(logits)
 
+    def _part(self, layers: Seq[int], kind: type[PackedLM] | None = None) -> PackedLM:
+        return super()._part(layers, kind or PackedLM)  # compiled afterwards, if at all
+
     def ready(self, part: PackedLM) -> PackedLM:
         return type(self).of(part, self.halves)
 

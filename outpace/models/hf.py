@@ -172,8 +172,8 @@ class PackedLM(SlotLM):
             self.slices[tuple(layers)] = self.ready(self._part(layers))
         return self.slices[tuple(layers)]
 
-    def _part(self, layers: Seq[int]) -> PackedLM:
-        part = PackedLM(self.model, layers, self.cache.limit)
+    def _part(self, layers: Seq[int], kind: type[PackedLM] | None = None) -> PackedLM:
+        part = (kind or type(self))(self.model, layers, self.cache.limit)
         part.cache.kinds = self.cache.kinds
         part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
         return part
