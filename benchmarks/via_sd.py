@@ -102,11 +102,15 @@ def plot(points: Seq[Point], path: Path) -> None:
     timed = points[0].speedup is not None
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for axis, label, of in zip(axes, ("KL from the target's law, nats", "task score"), ("kl", "score"), strict=True):
+        names = dict[tuple[float, float], list[str]]()  # points that coincide share a label
         for point in points:
             x, y = getattr(point, of), point.speedup if timed else point.tokens_per_pass
             if x is not None:
                 axis.plot(x, y, "o" if point.lossless else "s", color="tab:green" if point.lossless else "tab:red")
-                axis.annotate(point.name, (x, y), fontsize=7, xytext=(4, 4), textcoords="offset points")
+                names.setdefault((x, y), []).append(point.name.removeprefix("via_sd, "))
+        for place, shown in names.items():
+            axis.annotate("\n".join(shown), place, fontsize=7, xytext=(5, 5), textcoords="offset points")
+        axis.margins(0.3, 0.2)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("times plain decoding" if timed else "tokens per pass")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,11 @@ def section(path: str | Path, name: str) -> dict[str, Any]:
 
 def write(path: str | Path, sections: dict[str, dict[str, Any]]) -> None:
     """All of it or, if that fails, what was there before."""
-    target = Path(path)
+    text = json.dumps({"format": FORMAT, "version": VERSION, **sections}, indent=1)
+    half = Path(f"{path}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as file:
-            json.dump({"format": FORMAT, "version": VERSION, **sections}, file, indent=1)
-        os.replace(file.name, target)
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
     except OSError as error:
+        half.unlink(missing_ok=True)
         raise OutpaceError(f"cannot write the calibration: {error}") from error

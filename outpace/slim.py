@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from outpace.errors import UnsupportedModel, UsageError
@@ -78,6 +79,7 @@ class Found:
     cost: float
     even: float  # the cost of leaving layers out evenly
     tried: int
+    agreement: float  # share of the places of the texts at which the likeliest token is the whole model's
 
 
 def search(
@@ -114,7 +116,9 @@ def search(
         found = price(candidate)
         if found < lowest:
             best, lowest, idle = candidate, found, 0
-    return Found(best, lowest, even, tried)
+    slim = lm.trial(best)
+    alike = [_said(slim, text).argmax(-1) == law.argmax(-1) for text, law in zip(texts, wanted, strict=True)]
+    return Found(best, lowest, even, tried, float(torch.cat(alike).double().mean()))
 
 
 def _said(model: Reference, text: list[int]) -> Tensor:

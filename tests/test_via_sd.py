@@ -294,6 +294,7 @@ def test_a_search_finds_the_layers_that_do_nothing(cost: slim_layers.Cost) -> No
     texts = [[(7 * i + k) % VOCAB for i in range(20)] for k in range(3)]
     found = slim_layers.search(lm, texts, skip=1 / 3, cost=cost)
     assert found.layers == [0, 2, 3, 5] and found.cost == pytest.approx(0.0, abs=1e-9)
+    assert found.agreement == 1.0
     assert found.even > 0 and slim_layers.search(lm, texts, skip=1 / 3, cost=cost) == found
     with pytest.raises(UsageError, match="texts of two tokens"):
         slim_layers.search(lm, [[1]])

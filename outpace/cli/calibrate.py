@@ -117,9 +117,10 @@ def _layers(name: str, traces: Seq[Trace], wanted: tuple[float, int], loading: L
 
 
 def _layers_table(found: Found, count: int) -> Table:
-    table = Table("layers kept", "of", "cost", "left out evenly", "choices tried")
+    table = Table("layers kept", "of", "cost", "left out evenly", "same first choice", "choices tried")
     table.title, table.title_justify = "via_sd: layers of the slim verifier", "left"
     table.add_row(
-        " ".join(map(str, found.layers)), str(count), f"{found.cost:.3f}", f"{found.even:.3f}", str(found.tried)
-    )
+        " ".join(map(str, found.layers)), str(count), f"{found.cost:.3f}", f"{found.even:.3f}",
+        f"{found.agreement:.0%}", str(found.tried),
+    )  # fmt: skip
     return table
