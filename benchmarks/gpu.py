@@ -4,7 +4,7 @@ makes of it, with text of a small model that was grown to the large shape.
     python benchmarks/gpu.py passes --shape 8b --context 1024
     python benchmarks/gpu.py draft
     python benchmarks/gpu.py speculation --small smollm2-135m-instruct
-    python benchmarks/gpu.py batches --small smollm2-135m-instruct
+    python benchmarks/gpu.py batches --small smollm2-135m-instruct --chance 0.2 0.4 0.7
 """
 
 from __future__ import annotations
@@ -223,21 +223,22 @@ def speculation(small: str, count: int) -> None:
         )
 
 
-def batches(small: str, count: int) -> None:
+def batches(small: str, count: int, chances: list[float]) -> None:
     model = wrapped(grown(small))
     model.max_rows = 64
     for size in (1, 4, 16, 64):
         given = [p[: len(p) - i // 8] for i, p in zip(range(size), list(prompts()) * 8, strict=False)]
         plain, _, tokens = max(rate(model, given, method="plain", max_tokens=count) for _ in range(RUNS))
         answers = {len(p): p + t for p, t in zip(given, tokens, strict=True)}
-        line = f"batch {size:2d}: plain {plain:7.1f} tokens/s"
-        for policy in ("fixed", "auto"):
-            oracle = Oracle(answers, 0.7, 4)
-            fast, per_pass, _ = max(
-                rate(model, given, method=oracle, policy=policy, max_tokens=count) for _ in range(RUNS)
-            )
-            line += f"; {policy} {fast:7.1f} ({fast / plain:.2f}, {per_pass:.2f} tokens a pass)"
-        say(line)
+        for chance in chances:
+            line = f"batch {size:2d}, chance {chance:.1f}: plain {plain:7.1f} tokens/s"
+            for policy in ("fixed", "auto"):
+                oracle = Oracle(answers, chance, 4)
+                fast, per_pass, _ = max(
+                    rate(model, given, method=oracle, policy=policy, max_tokens=count) for _ in range(RUNS)
+                )
+                line += f"; {policy} {fast:7.1f} ({fast / plain:.2f}, {per_pass:.2f} tokens a pass)"
+            say(line)
 
 
 if __name__ == "__main__":
@@ -247,6 +248,7 @@ if __name__ == "__main__":
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--small", default="smollm2-135m-instruct", help="shelf name or folder of a Llama to grow")
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--chance", type=float, nargs="+", default=[0.7], help="of a guess to be right, in batches")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     if asked.part == "passes":
@@ -256,4 +258,4 @@ if __name__ == "__main__":
     elif asked.part == "speculation":
         speculation(asked.small, asked.tokens)
     else:
-        batches(asked.small, asked.tokens)
+        batches(asked.small, asked.tokens, asked.chance)

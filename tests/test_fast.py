@@ -40,7 +40,7 @@ def test_every_method_gives_the_tokens_of_eager_plain_decoding(kind: str, device
             together = quick.generate(PROMPTS, method=method, max_tokens=24, **settings)
             assert [r.tokens for r in together] == plain
         assert quick.generate(PROMPTS[0], method="recycling", max_tokens=24, **settings).tokens == plain[0]
-    if device == "cpu":
+    if device == "cpu" or kind != "mixtral":
         assert isinstance(quick.lm, FastLM) and quick.lm.most_tokens  # nothing made it give up
         parts = {model == id(quick.lm.quick) for model, _ in quick.lm._stages}
         assert parts == {True} if kind == "llama" else True in parts  # windows end within some of these trees

@@ -1,7 +1,8 @@
 """Chains of a draft that stay on the device: every step feeds its own choice to the next, and the host reads once.
 
 One graph is one step: a token for each row. What changes from step to step (lengths, the choice, the noise's words)
-is advanced by the graph itself, so a chain is the same graph replayed.
+is advanced by the graph itself, so a chain is the same graph replayed. The draft may be the first layers of a model:
+then what leaves them is kept, for the others to go on from.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from outpace.models import lane
+from outpace.models.base import Guess
+from outpace.models.stages import Span
 from outpace.noise import words
 from outpace.sample import Pick
 
@@ -38,13 +41,14 @@ class State(NamedTuple):
     given: Tensor  # the same on the device
     noise: Tensor  # [steps, slots, 2]
     out: Tensor  # [steps, 2, slots]: choices and their probabilities
+    states: Tensor | None  # [steps, slots, hidden]: what leaves a span of layers
 
     @classmethod
-    def empty(cls, slots: int, device: torch.device) -> State:
+    def empty(cls, slots: int, device: torch.device, states: Tensor | None) -> State:
         staged = torch.zeros(6, slots, dtype=torch.int64, pin_memory=True)
         noise = torch.zeros(MOST_STEPS, slots, 2, dtype=torch.int64, device=device)
         out = torch.zeros(MOST_STEPS, 2, slots, dtype=torch.float64, device=device)
-        return cls(staged, staged.to(device), noise, out)
+        return cls(staged, staged.to(device), noise, out, states)
 
 
 class Step(NamedTuple):
@@ -55,15 +59,22 @@ class Step(NamedTuple):
     program: Callable[[], None]  # it holds tensors that the graph reads
 
 
-class Chains:
-    """The step of a model, captured once for each number of slots."""
+class Drawn(NamedTuple):
+    """A row's chain."""
 
-    def __init__(self, lm: GraphLM):
-        self.lm = lm
+    guesses: list[Guess]
+    states: Tensor | None  # [steps, hidden], of what was fed
+
+
+class Chains:
+    """The step of a model, or of its first layers, captured once for each number of slots."""
+
+    def __init__(self, lm: GraphLM, span: Span | None = None):
+        self.lm, self.span = lm, span
         self._captured: dict[int, Step] = {}
         self._generation = -1
 
-    def run(self, links: Seq[Link], steps: int) -> list[list[tuple[int, float]]]:
+    def run(self, links: Seq[Link], steps: int) -> list[Drawn]:
         """The next `steps` tokens of each row, with their probabilities."""
         slots = next(n for n in (2, 4, 8, 16, 32, 64) if n >= len(links))
         state, graph, _ = self._graph(slots)
@@ -71,7 +82,11 @@ class Chains:
         for _ in range(steps):
             graph.replay()
         tokens, probs = state.out[:steps, :, : len(links)].transpose(0, 1).tolist()
-        return [[(int(t[i]), p[i]) for t, p in zip(tokens, probs, strict=True)] for i in range(len(links))]
+        drawn = []
+        for i in range(len(links)):
+            guesses = [Guess(int(t[i]), p[i]) for t, p in zip(tokens, probs, strict=True)]
+            drawn.append(Drawn(guesses, None if state.states is None else state.states[:steps, i].clone()))
+        return drawn
 
     def _begin(self, state: State, links: Seq[Link], steps: int) -> None:
         """Where every row stands, in one copy; and the words of the noise, where there is any."""
@@ -92,7 +107,11 @@ class Chains:
             self._captured.clear()
             self._generation = self.lm.cache.generation
         if slots not in self._captured:
-            state = State.empty(slots, self.lm.device)
+            states = None
+            if self.span is not None:
+                width = self.lm.quick.config.get_text_config().hidden_size
+                states = torch.zeros(MOST_STEPS, slots, width, dtype=self.lm.model.dtype, device=self.lm.device)
+            state = State.empty(slots, self.lm.device, states)
             advance = self._step(state)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -115,10 +134,14 @@ class Chains:
         def advance() -> None:
             jobs = torch.stack([first, live, base, length], dim=1)
             lanes = self.lm.lanes(base + length, jobs, bits, length)
-            logits = self.lm.quick(
-                input_ids=token[None], position_ids=length[None], past_key_values=self.lm.cache, use_cache=True,
-                reach=lanes,
-            ).logits[0]  # fmt: skip
+            given = dict(position_ids=length[None], past_key_values=self.lm.cache, use_cache=True, reach=lanes)
+            if self.span is None:
+                logits = self.lm.quick(input_ids=token[None], **given).logits[0]
+            else:
+                ran = self.lm.stage(self.lm.quick, self.span).run(token, None, first, **given)
+                assert ran.logits is not None and state.states is not None
+                logits = ran.logits
+                state.states.index_copy_(0, step[:1], ran.states[None])
             noise = state.noise.index_select(0, step[:1])[0]
             chosen, _, prob = torch.ops.outpace.choose(logits, noise, heat.view(torch.float64).float())
             state.out.index_copy_(0, step[:1], torch.stack([chosen.double(), prob.double()])[None])

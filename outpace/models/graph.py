@@ -20,10 +20,12 @@ from torch import Tensor
 from outpace.models import lane
 from outpace.models.base import LM, Chosen, Guess, Job, Output
 from outpace.models.chain import MOST_STEPS, Chains, Link
+from outpace.models.early_graph import EarlyGraphLM
 from outpace.models.fast import FastLM
 from outpace.models.halves import Halves
 from outpace.models.hf import PackedLM
 from outpace.models.kernels import runtime
+from outpace.models.stages import Ran, Span
 from outpace.models.taps import recording
 from outpace.noise import words
 from outpace.sample import Pick
@@ -41,10 +43,22 @@ class Size(NamedTuple):
     tokens: int
     slots: int
     taps: tuple[int, ...] = ()
+    span: Span | None = None  # of layers; None: all of them
+    heads: bool = True  # whether logits are wanted
 
     @classmethod
-    def of(cls, tokens: int, slots: int, taps: tuple[int, ...] = ()) -> Size:
-        return cls(next(n for n in SIZES if n >= tokens), next(n for n in SLOTS if n >= slots), taps)
+    def of(cls, jobs: Seq[Job], taps: tuple[int, ...] = ()) -> Size:
+        tokens = sum(len(job.tokens) for job in jobs)
+        return cls(next(n for n in SIZES if n >= tokens), next(n for n in SLOTS if n >= len(jobs)), taps)
+
+
+class Left(NamedTuple):
+    """What a captured pass leaves in its memory."""
+
+    logits: Tensor | None  # [tokens, vocab]
+    states: Tensor | None  # [tokens, hidden]: what leaves the last layer of a span
+    recorded: dict[int, Tensor]  # tap -> [tokens, hidden]
+    chosen: Tensor | None  # [3, tokens]: choice, largest logit, probability of the choice
 
 
 @dataclass
@@ -55,9 +69,10 @@ class Captured:
     host: np.ndarray  # type: ignore[type-arg]
     staged: Tensor  # the same memory, pinned
     given: Tensor  # its copy on the device
-    logits: Tensor  # [tokens, vocab]
-    recorded: dict[int, Tensor]  # tap -> [tokens, hidden]
-    read: Tensor  # [3, tokens]: choice, largest logit, probability of the choice; on the host, pinned
+    entering: Tensor | None  # [tokens, hidden], where they enter behind the first layer
+    left: Left
+    read: Tensor  # [3, tokens]: the choices on the host, pinned
+    size: Size
 
 
 class Soon(Chosen):
@@ -107,13 +122,26 @@ class GraphLM(FastLM):
         return None
 
     def early(self, layers: int) -> LM | None:
-        return None  # there are no graphs of parts of a pass
+        return EarlyGraphLM(self, layers)
 
     def quickly(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
-        captured = self._captured(Size.of(sum(len(job.tokens) for job in jobs), len(jobs), taps))
+        captured = self._captured(Size.of(jobs, taps))
         self._stage(captured, jobs)
         captured.graph.replay()
         return self._outputs(captured, jobs)
+
+    @torch.no_grad()
+    def _quick_part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran:
+        captured = self._captured(Size.of(jobs)._replace(span=span, heads=nodes is not None))
+        count = sum(len(job.tokens) for job in jobs)
+        if entering is not None:
+            assert captured.entering is not None
+            captured.entering[:count].copy_(entering)
+        self._stage(captured, jobs)
+        captured.graph.replay()
+        states, logits = captured.left.states, captured.left.logits
+        assert states is not None
+        return Ran(states[:count].clone(), None if nodes is None or logits is None else logits[_rows(nodes)])
 
     def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
         if not self.most_tokens or len(rows) > lane.MOST_JOBS:  # given up, or too many for a compiled pass
@@ -132,7 +160,7 @@ class GraphLM(FastLM):
                 for guesses, row, pick in zip(found, rows, picks, strict=True)
             ]
             for guesses, more in zip(found, self._chains.run(links, steps - 1), strict=True):
-                guesses += [Guess(token, prob) for token, prob in more]
+                guesses += more.guesses
         for row, root, guesses in zip(rows, tokens, found, strict=True):  # the last guess was not fed
             self.rows[row].tree = Tree.chain([root, *(guess.token for guess in guesses[:-1])])
             self.rows[row].scored = len(guesses)
@@ -140,8 +168,8 @@ class GraphLM(FastLM):
 
     def _stage(self, captured: Captured, jobs: Seq[Job]) -> None:
         """Everything that a pass needs to know, in one copy."""
-        tokens, slots = captured.logits.shape[0], len(captured.host) - captured.logits.shape[0] * COLUMNS
-        packing = lane.pack(jobs, self.cache, tokens, slots // 4)
+        tokens = captured.size.tokens
+        packing = lane.pack(jobs, self.cache, tokens, captured.size.slots)
         table = captured.host[: tokens * COLUMNS].reshape(COLUMNS, tokens)
         table[: 3 + lane.WORDS] = np.array(packing.tokens).T
         table[3 + lane.WORDS :] = 0
@@ -163,8 +191,9 @@ class GraphLM(FastLM):
         for job in jobs:
             pick = job.pick
             first, end = at + len(job.pending), at + len(job.tokens)
-            hidden = {tap: states[at:end].clone() for tap, states in captured.recorded.items()}
-            logits, chosen = captured.logits[first:end], None
+            hidden = {tap: states[at:end].clone() for tap, states in captured.left.recorded.items()}
+            assert captured.left.logits is not None
+            logits, chosen = captured.left.logits[first:end], None
             if pick is not None and pick.filters:
                 chosen = self._filtered(logits, pick, [position + 1 for position in job.positions[len(job.pending) :]])
             elif pick is not None:
@@ -203,7 +232,11 @@ class GraphLM(FastLM):
         staged = torch.zeros(count, dtype=torch.int64, pin_memory=True)
         given = torch.zeros(count, dtype=torch.int64, device=self.device)
         read = torch.zeros(3, size.tokens, dtype=torch.float64, pin_memory=True)
-        run = self._program(size, given)
+        entering = None
+        if size.span is not None and size.span.first:
+            width = self.quick.config.get_text_config().hidden_size
+            entering = torch.zeros(size.tokens, width, dtype=self.model.dtype, device=self.device)
+        run = self._program(size, given, entering)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compile, and let libraries set themselves up
@@ -212,25 +245,38 @@ class GraphLM(FastLM):
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.graph_memory, capture_error_mode="thread_local"):
-            logits, recorded, chosen = run()
-            read.copy_(chosen, non_blocking=True)
-        return Captured(graph, staged.numpy(), staged, given, logits, recorded, read)
+            left = run()
+            if left.chosen is not None:
+                read.copy_(left.chosen, non_blocking=True)
+        return Captured(graph, staged.numpy(), staged, given, entering, left, read, size)
 
-    def _program(self, size: Size, given: Tensor) -> Callable[[], tuple[Tensor, dict[int, Tensor], Tensor]]:
+    def _program(self, size: Size, given: Tensor, entering: Tensor | None) -> Callable[[], Left]:
         table = given[: size.tokens * COLUMNS].view(COLUMNS, size.tokens)
         jobs = given[size.tokens * COLUMNS :].view(size.slots, 4)
         ids, positions, where = table[0], table[1], table[2]
         bits, noise, temperature = table[3 : 3 + lane.WORDS], table[-3:-1], table[-1]
 
-        def run() -> tuple[Tensor, dict[int, Tensor], Tensor]:
+        def run() -> Left:
             lanes = self.lanes(where, jobs, bits.T.contiguous(), positions)
+            given = dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, reach=lanes)
+            states = None
             with recording(self.quick, size.taps) as recorded:
-                logits = self.quick(
-                    input_ids=ids[None], position_ids=positions[None], past_key_values=self.cache, use_cache=True,
-                    reach=lanes,
-                ).logits[0]  # fmt: skip
+                if size.span is None:
+                    logits = self.quick(input_ids=ids[None], **given).logits[0]
+                else:
+                    wanted = torch.arange(size.tokens, device=self.device) if size.heads else None
+                    states, logits = self.stage(self.quick, size.span).run(ids, entering, wanted, **given)
+            if logits is None:
+                return Left(None, states, recorded, None)
             heat = temperature.view(torch.float64).float()
             tokens, best, prob = torch.ops.outpace.choose(logits, noise.T.contiguous(), heat)
-            return logits, recorded, torch.stack([tokens.double(), best.double(), prob.double()])
+            chosen = torch.stack([tokens.double(), best.double(), prob.double()])
+            return Left(logits, states, recorded, chosen)
 
         return run
+
+
+def _rows(nodes: list[int]) -> slice | list[int]:
+    """Neighbours are read where they are."""
+    together = nodes[-1] - nodes[0] == len(nodes) - 1
+    return slice(nodes[0], nodes[-1] + 1) if together else nodes
