@@ -21,7 +21,7 @@ class Drafter:
     policy: str = "fixed"  # that it runs under unless told otherwise
     verifier: str = "match"  # that judges its guesses unless told otherwise
     model_source: str | None = None  # source of the nodes that cost a pass of a model per level; None: there are none
-    taps: ClassVar[tuple[int, ...]] = ()  # hidden states of the target that it reads from `seq.hidden`
+    taps: tuple[int, ...] = ()  # hidden states of the target that it reads; known once a request was opened
     shape: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less
 
     def open(self, seq: Sequence) -> None:

@@ -62,12 +62,12 @@ class Engine:
         """Queue a request; wrong ones are refused here, before anything runs."""
         if len(seq.tokens) > self.target.context:
             raise UsageError(f"the prompt has {len(seq.tokens)} tokens and the model holds {self.target.context}")
-        _taps(seq)
         seq.target, seq.vocab = self.target, self.target.vocab
         if seq.verifier.needs_trees and not self.target.trees:
             name = type(seq.verifier).__name__
             raise UsageError(f"{name} needs a model that can score trees, and this one scores only chains")
         seq.drafter.open(seq)
+        _taps(seq)
         self.waiting.append(seq)
 
     def run(self) -> Generator[Event]:

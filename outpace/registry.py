@@ -28,6 +28,8 @@ METHODS: dict[str, str] = {
     "lookahead": "outpace.methods.lookahead:Lookahead",
     "layerskip": "outpace.methods.layerskip:LayerSkip",
     "pruned": "outpace.methods.pruned:Pruned",
+    "eagle3": "outpace.methods.eagle3:Eagle3",
+    "mtp": "outpace.methods.mtp:Mtp",
     "graft": "outpace.methods.graft:Graft",
     "via_sd": "outpace.methods.via_sd:ViaSD",
     "auto": "outpace.methods.auto:Auto",

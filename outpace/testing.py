@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from outpace.models.base import LM, Job, Output
 from outpace.models.cacheless import CachelessLM
 from outpace.models.early import EarlyLM
+from outpace.models.ends import Ends
 
 VOCAB = 64
 
@@ -34,6 +35,7 @@ class ToyLM(CachelessLM):
         self.position = weights(64, 16) * 2
         self.head = weights(16, vocab) * 3
         self.qkvo = [weights(16, 64) for _ in range(layers)]
+        self.ends = Ends(self.embed, self.head.T)
 
     def slice(self, layers: Seq[int], eager: bool = False) -> ToyLM:
         part = copy.copy(self)

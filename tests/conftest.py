@@ -28,7 +28,9 @@ LOSSLESS = [name for name in registry.methods() if registry.lossless_options(nam
 
 def settings_of(name: str, draft: LM) -> dict[str, Any]:
     """The method by name, with a draft if it takes one, and lossless: nothing here knows a particular method."""
-    needed = {"draft": draft} if "draft" in registry.options(registry.find(name)) else {}
+    known = registry.options(registry.find(name))
+    needed: dict[str, Any] = {"draft": draft} if "draft" in known else {}
+    needed |= {"head": "random"} if "head" in known else {}
     return {"method": name, **needed, **(registry.lossless_options(name) or {})}
 
 

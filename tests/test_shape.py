@@ -30,7 +30,8 @@ LAYERS = [
     {"sample", "processors", "grammar", "drafter", "text", "successors", "grafting", "calibrated"},
     {"verify", "policy", "costs", "calibration", "meter", "pool", "goodput"},
     {"models", "shelf"},
-    {"engine", "testing", "growth", "layers", "slim", "bridge"},
+    {"heads"},
+    {"engine", "testing", "growth", "headed", "layers", "slim", "bridge"},
     {"methods", "registry", "trace"},
     {"api", "calibrate"},
     {"loading"},
@@ -38,7 +39,7 @@ LAYERS = [
     {"proof", "advise"},
     {"dropin", "display", "show", "cli", "__init__", "__main__"},
 ]
-HEAVY = {"models", "shelf", "loading", "dropin", "grammar", "cli"}  # may import transformers
+HEAVY = {"models", "shelf", "heads", "loading", "dropin", "grammar", "cli"}  # may import transformers
 
 
 def name_of(path: Path) -> str:

@@ -15,6 +15,7 @@ from outpace.bridge.pair import Pair
 from outpace.bridge.pieces import Pieces
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.models.base import LM, Guess, Picks, Reference, Scores
+from outpace.models.ends import Ends
 from outpace.models.memory import Memory
 from outpace.sample import Pick
 from outpace.tree import ROOT, Tree
@@ -35,6 +36,7 @@ class Translated:
     """Tokens become the draft's on the way in; on the way out its logits are those of the tokens that both have."""
 
     stack = 0  # it drafts, and is not taken apart
+    ends: Ends | None = None
 
     def __init__(self, lm: LM, pair: Pair):
         self.lm, self.pair = lm, pair

@@ -51,6 +51,7 @@ class Graft(Drafter):
 
     def open(self, seq: Sequence) -> None:
         self._inner.open(seq)
+        self.taps = self._inner.taps
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         return self.propose_batch([seq], [budget])[0]

@@ -9,12 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outpace.errors import UnsupportedModel, UsageError
+from outpace.models.chosen import Chosen as Chosen, Guess as Guess
+from outpace.models.ends import Ends
 from outpace.models.job import Begun, Job as Job
 from outpace.models.memory import Memory
 from outpace.sample import Pick
@@ -26,15 +28,6 @@ CHUNK = 512  # tokens of a prompt per pass: bounds the memory of a long prefill
 RIDE = 16  # so few tokens are not worth a pass of their own: they are fed together with the next tree
 
 
-@dataclass
-class Chosen:
-    """The choice at each node, and the largest logit there, which is not finite where no choice could be made."""
-
-    tokens: list[int]
-    best: list[float]
-    probs: list[float]  # of the choices, after the temperature
-
-
 @dataclass(frozen=True)
 class Scores:
     """What a pass says about the nodes that were new to it."""
@@ -42,13 +35,6 @@ class Scores:
     logits: Tensor  # [nodes, vocab]
     hidden: Tensor | None = None  # [nodes, taps], for rows acquired with taps
     chosen: Chosen | None = None  # by the model itself, where it was asked to and can
-
-
-class Guess(NamedTuple):
-    """A token of a chain, and how likely the model held it."""
-
-    token: int
-    prob: float
 
 
 class Reference(Protocol):
@@ -69,6 +55,7 @@ class LM(Protocol):
     trees: bool  # False: only chains can be scored
     asynchronous: bool  # True: `score` returns before the pass is done
     stack: int  # layers that can be taken apart; 0: none can
+    ends: Ends | None  # its embeddings and its output matrix, which heads borrow; None: it has no such matrices
 
     def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
         """A row for a request that starts with `tokens`; what a row already knows of them is reused."""
@@ -150,6 +137,7 @@ class SlotLM(ABC):
     trees: bool = True
     asynchronous: bool = False
     stack: int = 0
+    ends: Ends | None = None
     chunk: int = CHUNK
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from outpace.models import lane
 from outpace.models.base import Guess
 from outpace.models.stages import Span
+from outpace.models.taps import recording
 from outpace.noise import words
 from outpace.sample import Pick
 
@@ -32,6 +33,7 @@ class Link(NamedTuple):
     base: int
     length: int
     pick: Pick
+    entering: Tensor | None = None  # [hidden], for a model that takes states
 
 
 class State(NamedTuple):
@@ -42,13 +44,17 @@ class State(NamedTuple):
     noise: Tensor  # [steps, slots, 2]
     out: Tensor  # [steps, 2, slots]: choices and their probabilities
     states: Tensor | None  # [steps, slots, hidden]: what leaves a span of layers
+    entering: Tensor | None  # [slots, hidden]: what a model that takes states feeds back to itself
 
     @classmethod
-    def empty(cls, slots: int, device: torch.device, states: Tensor | None) -> State:
+    def empty(cls, slots: int, lm: GraphLM, span: Span | None) -> State:
+        device, dtype, width = lm.device, lm.model.dtype, lm.quick.config.get_text_config().hidden_size
+        states = torch.zeros(MOST_STEPS, slots, width, dtype=dtype, device=device) if span is not None else None
+        entering = torch.zeros(slots, width, dtype=dtype, device=device) if lm.feeds else None
         staged = torch.zeros(6, slots, dtype=torch.int64, pin_memory=True)
         noise = torch.zeros(MOST_STEPS, slots, 2, dtype=torch.int64, device=device)
         out = torch.zeros(MOST_STEPS, 2, slots, dtype=torch.float64, device=device)
-        return cls(staged, staged.to(device), noise, out, states)
+        return cls(staged, staged.to(device), noise, out, states, entering)
 
 
 class Step(NamedTuple):
@@ -99,19 +105,19 @@ class Chains:
         if bool(heat.any()):
             noise = torch.zeros(steps, state.given.shape[1], 2, dtype=torch.int64)
             for i, link in enumerate(links):  # the token after position p is chosen with the noise of p + 1
-                noise[:, i] = words(link.pick.seed, link.length + 1 + torch.arange(steps))
+                noise[:, i] = words(link.pick.seed, link.length + self.lm.before + 1 + torch.arange(steps))
             state.noise[:steps].copy_(noise)
+        for i, link in enumerate(links):
+            if link.entering is not None:
+                assert state.entering is not None
+                state.entering[i].copy_(link.entering)
 
     def _graph(self, slots: int) -> Step:
         if self._generation != self.lm.cache.generation:
             self._captured.clear()
             self._generation = self.lm.cache.generation
         if slots not in self._captured:
-            states = None
-            if self.span is not None:
-                width = self.lm.quick.config.get_text_config().hidden_size
-                states = torch.zeros(MOST_STEPS, slots, width, dtype=self.lm.model.dtype, device=self.lm.device)
-            state = State.empty(slots, self.lm.device, states)
+            state = State.empty(slots, self.lm, self.span)
             advance = self._step(state)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -135,7 +141,11 @@ class Chains:
             jobs = torch.stack([first, live, base, length], dim=1)
             lanes = self.lm.lanes(base + length, jobs, bits, length)
             given = dict(position_ids=length[None], past_key_values=self.lm.cache, use_cache=True, reach=lanes)
-            if self.span is None:
+            if state.entering is not None:
+                with recording(self.lm.quick, (-1,)) as recorded:
+                    logits = self.lm.quick(input_ids=token[None], features=state.entering[None], **given).logits[0]
+                state.entering.copy_(recorded[-1])
+            elif self.span is None:
                 logits = self.lm.quick(input_ids=token[None], **given).logits[0]
             else:
                 ran = self.lm.stage(self.lm.quick, self.span).run(token, None, first, **given)

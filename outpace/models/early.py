@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outpace.errors import UsageError
 from outpace.models.base import Guess, Picks, Reference, Scores, SlotLM
+from outpace.models.ends import Ends
 from outpace.models.job import Begun, Job
 from outpace.models.memory import Memory
 from outpace.sample import Pick
@@ -29,6 +30,7 @@ class EarlyLM:
             raise UsageError(f"a model of {whole.stack} layers has exits after 1 to {whole.stack - 1}, got {layers}")
         self.whole, self.stack = whole, layers
         self.vocab, self.context, self.trees = whole.vocab, whole.context, whole.trees
+        self.ends: Ends | None = None
 
     def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
         return self.whole.acquire(tokens, taps)

@@ -20,6 +20,7 @@ from outpace.models.base import Job, Output
 from outpace.models.compiled import compile_layers
 from outpace.models.halves import Halves
 from outpace.models.hf import PackedLM, places, view
+from outpace.models.job import joined
 from outpace.models.kernels import cpu
 from outpace.models.lane import Lane
 from outpace.models.memory import Memory
@@ -174,7 +175,8 @@ class FastLM(PackedLM):
         columns = torch.tensor(packing.tokens).T.contiguous()
         ids, positions, where, bits = columns[0], columns[1], columns[2], columns[3:].T.contiguous()
         lanes = self.lanes(where, torch.tensor(packing.jobs), bits, positions)
-        return ids, dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, reach=lanes)
+        given = dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, reach=lanes)
+        return ids, given | joined(jobs, len(ids))
 
     def lanes(self, where: Tensor, jobs: Tensor, bits: Tensor, positions: Tensor) -> tuple[Lane, ...]:
         sides = zip(self.cache.sides, self.windows, strict=True)

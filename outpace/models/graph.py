@@ -24,6 +24,7 @@ from outpace.models.early_graph import EarlyGraphLM
 from outpace.models.fast import FastLM
 from outpace.models.halves import Halves
 from outpace.models.hf import PackedLM
+from outpace.models.job import joined
 from outpace.models.kernels import runtime
 from outpace.models.stages import Ran, Span
 from outpace.models.taps import recording
@@ -69,7 +70,7 @@ class Captured:
     host: np.ndarray  # type: ignore[type-arg]
     staged: Tensor  # the same memory, pinned
     given: Tensor  # its copy on the device
-    entering: Tensor | None  # [tokens, hidden], where they enter behind the first layer
+    entering: Tensor | None  # [tokens, hidden]: states that enter, behind the first layer or beside the tokens
     left: Left
     read: Tensor  # [3, tokens]: the choices on the host, pinned
     size: Size
@@ -104,10 +105,12 @@ class GraphLM(FastLM):
 
     asynchronous = True
     most_tokens = SIZES[-1]
+    before = 0  # tokens of the text that are not in a row
 
     def __init__(self, packed: PackedLM, halves: Halves | None = None):
         super().__init__(packed, halves)
         self._graphs: OrderedDict[Size, Captured] = OrderedDict()
+        self.feeds: bool = getattr(self.model, "takes_features", False)
         self._generation = self.cache.generation
         self.graph_memory = torch.cuda.graph_pool_handle()
         self._chains = Chains(self)
@@ -126,6 +129,9 @@ class GraphLM(FastLM):
 
     def quickly(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
         captured = self._captured(Size.of(jobs, taps))
+        if captured.entering is not None:
+            beside = joined(jobs, captured.size.tokens)
+            captured.entering.copy_(beside["features"][0]) if beside else captured.entering.zero_()
         self._stage(captured, jobs)
         captured.graph.replay()
         return self._outputs(captured, jobs)
@@ -156,7 +162,7 @@ class GraphLM(FastLM):
         if steps > 1:
             self.reserve([Job(row, len(self.rows[row].tokens), [], Tree.chain([0] * steps)) for row in rows])
             links = [
-                Link(guesses[0].token, self.cache.base(row), len(self.rows[row].tokens) + 1, pick)
+                Link(guesses[0].token, self.cache.base(row), len(self.rows[row].tokens) + 1, pick, self._left(row))
                 for guesses, row, pick in zip(found, rows, picks, strict=True)
             ]
             for guesses, more in zip(found, self._chains.run(links, steps - 1), strict=True):
@@ -165,6 +171,11 @@ class GraphLM(FastLM):
             self.rows[row].tree = Tree.chain([root, *(guess.token for guess in guesses[:-1])])
             self.rows[row].scored = len(guesses)
         return found
+
+    def _left(self, row: int) -> Tensor | None:
+        """The state that enters with a row's first guess, in a model that takes any."""  # [hidden]
+        left = self.rows[row].provisional
+        return left[0] if self.feeds and left is not None else None
 
     def _stage(self, captured: Captured, jobs: Seq[Job]) -> None:
         """Everything that a pass needs to know, in one copy."""
@@ -177,7 +188,7 @@ class GraphLM(FastLM):
         for job in jobs:
             pick, end = job.pick, at + len(job.tokens)
             if pick is not None and pick.temperature:
-                noise = words(pick.seed, torch.from_numpy(table[1, at:end]) + 1)
+                noise = words(pick.seed, torch.from_numpy(table[1, at:end]) + self.before + 1)
                 table[-3:-1, at:end] = noise.numpy().T
                 table[-1, at:end] = np.float64(pick.temperature).view(np.int64)
             at = end
@@ -208,7 +219,7 @@ class GraphLM(FastLM):
         kept = logits.float() / pick.temperature
         for keep in pick.filters:
             kept = keep(kept)
-        noise = words(pick.seed, torch.tensor(positions, device=self.device))
+        noise = words(pick.seed, torch.tensor(positions, device=self.device) + self.before)
         tokens, _, probs = torch.ops.outpace.choose(kept, noise, torch.ones_like(best, dtype=torch.float32))
         return Chosen(tokens.tolist(), best.tolist(), probs.tolist())
 
@@ -233,7 +244,7 @@ class GraphLM(FastLM):
         given = torch.zeros(count, dtype=torch.int64, device=self.device)
         read = torch.zeros(3, size.tokens, dtype=torch.float64, pin_memory=True)
         entering = None
-        if size.span is not None and size.span.first:
+        if self.feeds or (size.span is not None and size.span.first):
             width = self.quick.config.get_text_config().hidden_size
             entering = torch.zeros(size.tokens, width, dtype=self.model.dtype, device=self.device)
         run = self._program(size, given, entering)
@@ -262,7 +273,8 @@ class GraphLM(FastLM):
             states = None
             with recording(self.quick, size.taps) as recorded:
                 if size.span is None:
-                    logits = self.quick(input_ids=ids[None], **given).logits[0]
+                    beside = {"features": entering[None]} if entering is not None else {}
+                    logits = self.quick(input_ids=ids[None], **beside, **given).logits[0]
                 else:
                     wanted = torch.arange(size.tokens, device=self.device) if size.heads else None
                     states, logits = self.stage(self.quick, size.span).run(ids, entering, wanted, **given)

@@ -21,6 +21,8 @@ from outpace.models import attention
 from outpace.models.base import LM, Job, Output, Reference, SlotLM
 from outpace.models.cache import SlotCache
 from outpace.models.early import EarlyLM
+from outpace.models.ends import Ends
+from outpace.models.job import joined
 from outpace.models.memory import Memory, free, weights
 from outpace.models.native import NativeLM
 from outpace.models.reference import ModelReference
@@ -122,7 +124,7 @@ class PackedLM(SlotLM):
         self.vocab: int = text.vocab_size
         self.context: int = context_length(model.config)
         self.cache = SlotCache(len(self.layers), cache_limit)
-        self.stack = len(self.layers)
+        self.stack, self.ends = len(self.layers), Ends.of(model)
         self.slices: dict[tuple[int, ...], PackedLM] = {}
         self._stages: dict[tuple[int, Span], Stage] = {}
 
@@ -281,8 +283,9 @@ class PackedLM(SlotLM):
     def _given(self, jobs: Seq[Job]) -> tuple[Tensor, dict[str, Any]]:
         """The tokens of a pass, and all else that the model is given with them."""
         ids, positions = self._inputs(jobs).to(self.device)
-        reach = self._reach(jobs)
-        return ids, dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, reach=reach)
+        reach, beside = self._reach(jobs), joined(jobs, len(ids))
+        given = dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, reach=reach)
+        return ids, given | beside
 
     @torch.no_grad()
     def part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran:

@@ -6,8 +6,10 @@ model fed them. Then the pass goes on where that draft stopped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from outpace.sample import Pick
@@ -44,6 +46,7 @@ class Job:
     since: int = 0
     pick: Pick | None = None
     resumed: Resumed | None = None
+    features: Tensor | None = None  # [tokens, hidden]: what enters beside the tokens, for a model that takes anything
 
     @property
     def tokens(self) -> list[int]:
@@ -102,3 +105,12 @@ def _found(tree: Tree, other: Tree, most: int) -> dict[int, int]:
         if same is not None and same < most:
             found[node] = same
     return found
+
+
+def joined(jobs: Seq[Job], size: int) -> dict[str, Tensor]:
+    """What enters beside the tokens of a pass of this size, for a model that takes anything."""
+    given = [job.features for job in jobs if job.features is not None]
+    if not given:
+        return {}
+    features = torch.cat(given)
+    return {"features": torch.nn.functional.pad(features, (0, 0, 0, size - len(features)))[None]}

@@ -19,6 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.models.base import LM, RIDE, Job, Output, Reference, SlotLM
+from outpace.models.ends import Ends
 from outpace.models.reference import ModelReference
 from outpace.models.taps import apart, context_length, decoder_layers, recording, twin
 from outpace.tree import ROOT
@@ -58,7 +59,7 @@ class NativeLM(SlotLM):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
-        self.model = model
+        self.model, self.ends = model, Ends.of(model)
         self.twin = twin(model)
         with suppress(UnsupportedModel):  # it may have no list of layers
             self.stack = len(getattr(*decoder_layers(self.twin)))

@@ -1,0 +1,75 @@
+"""Head: a small trained network that drafts for one target, from the hidden states that the target leaves.
+
+It borrows the target's embeddings, and its output matrix unless it has one of its own; those are never saved with it.
+Training asks `unroll`, which predicts at every place of a text at once; drafting has its own way through each kind.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from outpace.models.ends import Ends
+
+BORROWED = ("embed", "unembed")  # names of the modules that hold a target's matrices
+
+
+class Guessed(NamedTuple):
+    """What a head says at one step of all its chains over a training text: column t guesses behind token t + 1."""
+
+    logits: Tensor  # [batch, columns, draft vocab]
+    at: Tensor  # [batch, columns]: the token of the text behind which this law is to be that of the target
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a head is, beside its weights: enough to build it for a target."""
+
+    kind: str
+    taps: tuple[int, ...]  # hidden states of the target that it reads, as Transformers numbers them
+    layers: int = 1
+    steps: int = 4  # tokens ahead that it was made, or trained, to guess
+    draft_vocab: int = 0  # tokens that it can guess; 0: all of them
+    normed: bool = False  # eagle3: states are normalised before they enter, and where they are fed back
+    own_output: bool = False  # it has an output matrix of its own
+    feedforward: int = 0  # 0: as wide as the target's
+    rank: int = 0  # medusa: width of a head's inner layer; 0: the target's own
+
+
+class Head(nn.Module):
+    """Base of all kinds."""
+
+    kind: ClassVar[str]
+    spec: Spec
+    ids: Tensor | None  # [draft vocab]: the target's id of each token that it can guess; None: they are the same
+
+    @abstractmethod
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
+        """Guesses of `steps` tokens at every place."""  # [batch, tokens], [batch, tokens, taps * hidden]
+
+    def own(self) -> dict[str, Tensor]:
+        """What is saved: all that is not the target's."""
+        return {name: t for name, t in self.state_dict().items() if not set(name.split(".")) & set(BORROWED)}
+
+    def spread(self, logits: Tensor, vocab: int) -> Tensor:
+        """Logits over the target's vocabulary."""  # [..., draft vocab] -> [..., vocab]
+        if self.ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
+        return full.index_copy(-1, self.ids, logits)
+
+
+def borrowed(weight: Tensor) -> nn.Linear:
+    """An output layer on a matrix of the target, which training leaves alone."""
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def embedding(ends: Ends) -> nn.Embedding:
+    return nn.Embedding.from_pretrained(ends.embed, freeze=True)

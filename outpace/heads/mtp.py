@@ -1,0 +1,38 @@
+"""MTP's network: a layer like the target's own, on its last state and the next token, asked again and again."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+from outpace.heads.base import Spec
+from outpace.heads.recursive import Entrance, Recursive
+from outpace.models.ends import Ends
+
+
+class MtpEntrance(Entrance):
+    def __init__(self, config: LlamaConfig, ends: Ends, spec: Spec):
+        super().__init__(config, ends, spec)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(spec.layers))
+
+    def enter(self, embeds: Tensor, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        both = [self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(states)]
+        return self.fc(torch.cat(both, dim=-1)), {}
+
+
+class Mtp(Recursive):
+    """One head for all steps of multi-token prediction."""
+
+    kind: ClassVar[str] = "mtp"
+    entrance = MtpEntrance
+
+    @staticmethod
+    def taps(layers: int) -> tuple[int, ...]:
+        return (layers,)

@@ -1,0 +1,126 @@
+"""Recursive: heads that are asked once per token of a chain, and feed their own state to the next step.
+
+Such a head is a small Transformers model with a second input, the states: so it runs as any draft model does, in packed
+passes over trees and ragged batches, compiled or as graphs. `eagle3` and `mtp` say how tokens and states enter it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from outpace.heads import unrolled
+from outpace.heads.base import Guessed, Head, Spec, borrowed, embedding
+from outpace.models.ends import Ends
+
+COPIED = ("rope_parameters", "rms_norm_eps", "hidden_act", "head_dim", "num_attention_heads", "num_key_value_heads")
+
+
+def shape(ends: Ends, spec: Spec) -> LlamaConfig:
+    """A Llama layer as wide as the target; what the target does not say is small."""
+    target, hidden = ends.config, ends.hidden
+    given: dict[str, Any] = {"num_attention_heads": max(1, hidden // 64), "num_key_value_heads": max(1, hidden // 64)}
+    given |= {n: getattr(target, n) for n in COPIED if getattr(target, n, None) is not None} if target else {}
+    if given.get("rope_parameters", {}).get("rope_type", "default") not in ("default", "llama3", "linear"):
+        given.pop("rope_parameters")  # a head is short-sighted enough for plain rotations
+    wide = getattr(target, "intermediate_size", None) or 4 * hidden
+    return LlamaConfig(
+        vocab_size=ends.vocab, hidden_size=hidden, intermediate_size=spec.feedforward or wide,
+        num_hidden_layers=spec.layers, max_position_embeddings=1 << 20, tie_word_embeddings=False, **given,
+    )  # fmt: skip
+
+
+class Entrance(nn.Module):
+    """The decoder of a recursive head: how a token and a state enter, and the layers after that."""
+
+    layers: nn.ModuleList
+
+    def __init__(self, config: LlamaConfig, ends: Ends, spec: Spec):
+        super().__init__()
+        self.config, self.spec = config, spec
+        self.embed = embedding(ends)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """The states of the target as they enter."""  # [..., taps * hidden] -> [..., hidden]
+        return hidden
+
+    def enter(self, embeds: Tensor, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the first layer is given: its input, and further arguments of every layer."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, features: Tensor | None, position_ids: Tensor, **given: Any) -> Any:
+        embeds = self.embed(input_ids)
+        states = torch.zeros_like(embeds) if features is None else features
+        states, beside = self.enter(embeds, states)
+        turns = self.rotary_emb(states, position_ids)
+        for layer in self.layers:
+            states = layer(states, position_embeddings=turns, position_ids=position_ids, **beside, **given)
+        normed = self.norm(states)
+        # What is fed back comes first: it is what a tap of the last state records.
+        return BaseModelOutput(last_hidden_state=normed if self.spec.normed else states, hidden_states=(normed,))
+
+
+class Recursive(Head, PreTrainedModel):
+    """A head of one or more layers that sees what it has guessed."""
+
+    config_class = LlamaConfig
+    base_model_prefix = "model"
+    _supports_attention_backend = True
+    _supports_sdpa = True
+    takes_features = True
+    entrance: type[Entrance]
+    config: LlamaConfig
+
+    def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
+        super().__init__(shape(ends, spec))
+        self.spec = spec
+        self.model = self.entrance(self.config, ends, spec)
+        rows = ends.unembed if ids is None else ends.unembed[ids]
+        if spec.own_output:
+            self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+            self.output.weight.data = rows.clone()
+        else:
+            self.unembed = borrowed(rows)
+        self.register_buffer("ids", ids)
+
+    def get_decoder(self) -> nn.Module:  # type: ignore[override]
+        return self.model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.output if self.spec.own_output else self.unembed
+
+    def set_output_embeddings(self, new: nn.Module) -> None:
+        setattr(self, "output" if self.spec.own_output else "unembed", new)
+
+    def forward(
+        self, input_ids: Tensor, features: Tensor | None = None, position_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0, **given: Any,
+    ) -> CausalLMOutput:  # fmt: skip
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        out = self.model(input_ids, features, position_ids, **given)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.get_output_embeddings()(out.hidden_states[0][:, kept])
+        return CausalLMOutput(logits=self.spread(logits, self.config.vocab_size))
+
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
+        states, chained, guessed = self.model.fuse(hidden), unrolled.Chained(), list[Guessed]()
+        columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        self.config._attn_implementation = unrolled.NAME
+        for step in range(steps):
+            ahead = nn.functional.pad(tokens[:, 1 + step :], (0, 1 + step))
+            out = self.model(ahead, states, columns + step, chained=chained)
+            states = out.last_hidden_state
+            at = (columns + step + 1).expand_as(tokens)
+            guessed.append(Guessed(self.get_output_embeddings()(out.hidden_states[0]), at))
+        return guessed

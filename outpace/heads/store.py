@@ -1,0 +1,130 @@
+"""Heads by kind: made for a target, written to a folder, read from one, or found among those that came with us."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outpace.errors import OutpaceError, UsageError, unknown
+from outpace.heads.base import Head, Spec
+from outpace.models.base import LM
+from outpace.models.ends import Ends
+from outpace.shelf import cache_dir
+
+KINDS: dict[str, str] = {
+    "eagle3": "outpace.heads.eagle3:Eagle3",
+    "mtp": "outpace.heads.mtp:Mtp",
+}
+RANDOM = "random"  # a head with untrained weights: it guesses badly, and everything runs
+CONFIG, WEIGHTS = "head.json", "head.safetensors"
+SHIPPED = Path(__file__).parent / "shipped"
+
+
+def find_class(kind: str) -> Any:
+    if kind not in KINDS:
+        raise unknown("kind of head", kind, KINDS)
+    module, _, name = KINDS[kind].partition(":")
+    return getattr(import_module(module), name)
+
+
+def ends_of(lm: LM) -> Ends:
+    if lm.ends is None or not lm.stack:
+        raise UsageError("heads need a model whose embeddings and output are plain matrices, and this one has none")
+    return lm.ends
+
+
+def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
+    """A head for this target with random weights."""
+    cls, ends = find_class(kind), ends_of(lm)
+    known = {field.name for field in dataclasses.fields(Spec)} - {"kind"}
+    for name in given:
+        if name not in known:
+            raise unknown(f"setting of a {kind} head", name, known)
+    spec = Spec(kind, **{"taps": cls.taps(lm.stack), "draft_vocab": 0 if ids is None else len(ids), **given})
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        head: Head = cls(ends, spec, ids)
+    return head.to(ends.embed.device, ends.embed.dtype).eval()
+
+
+def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) -> None:
+    """Both files appear whole or not at all; weights in float16."""
+    ends = ends_of(lm)
+    target = {"vocab": ends.vocab, "hidden": ends.hidden, "layers": lm.stack, "weights": ends.fingerprint}
+    about = {"spec": dataclasses.asdict(head.spec), "target": target, "notes": notes or {}}
+    tensors = {n: (t.half() if t.is_floating_point() else t).contiguous().cpu() for n, t in head.own().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        save_file(tensors, Path(place) / WEIGHTS)
+        (Path(place) / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
+        for name in (WEIGHTS, CONFIG):
+            os.replace(Path(place) / name, folder / name)
+
+
+def load(folder: Path, lm: LM) -> Head:
+    about = _about(folder)
+    if not _fits(about, lm):
+        raise UsageError(f"the head in {folder} was made for another model: {_named(about)}")
+    tensors = load_file(folder / WEIGHTS)
+    spec = Spec(**{**about["spec"], "taps": tuple(about["spec"]["taps"])})
+    cls, ends = find_class(spec.kind), ends_of(lm)
+    ids = tensors.get("ids")
+    head: Head = cls(ends, spec, ids if ids is None else ids.to(ends.embed.device))
+    missing = set(head.own()) ^ set(tensors)
+    if missing:
+        raise OutpaceError(f"the head in {folder} does not have the tensors of its kind: {', '.join(sorted(missing))}")
+    head.load_state_dict(tensors, strict=False)
+    return head.to(ends.embed.device, ends.embed.dtype).eval()
+
+
+def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
+    """The head that an option names: itself, a folder, "random", or None for one that came with us."""
+    if isinstance(given, Head):
+        return given
+    if given == RANDOM:
+        return fresh(kind, lm)
+    if given is not None:
+        head = load(Path(given), lm)
+        if head.spec.kind != kind:
+            raise UsageError(f"the head in {given} is of the kind {head.spec.kind!r}, not {kind!r}")
+        return head
+    for place in (SHIPPED, cache_dir() / "heads"):
+        for config in sorted(place.glob(f"*/{CONFIG}")):
+            about = _about(config.parent)
+            if about["spec"]["kind"] == kind and _fits(about, lm):
+                return load(config.parent, lm)
+    raise UsageError(
+        f"no {kind} head for this model came with us; pass head=FOLDER, train one with `outpace train {kind} MODEL`, "
+        f"or try head={RANDOM}, which guesses badly"
+    )
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / CONFIG).read_text())
+        assert {"spec", "target"} <= set(found)
+    except (OSError, ValueError, AssertionError) as error:
+        raise UsageError(f"{folder} holds no head: {error or 'head.json lacks its parts'}") from error
+    return found
+
+
+def _fits(about: dict[str, Any], lm: LM) -> bool:
+    ends, made = ends_of(lm), about["target"]
+    if (made["vocab"], made["hidden"], made["layers"]) != (ends.vocab, ends.hidden, lm.stack):
+        return False
+    ours, theirs = torch.tensor(ends.fingerprint), torch.tensor(made["weights"])
+    return bool(torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3))
+
+
+def _named(about: dict[str, Any]) -> str:
+    made = about["target"]
+    return f"one of {made['layers']} layers, width {made['hidden']} and {made['vocab']} tokens, or with other weights"
