@@ -76,7 +76,9 @@ class LayerCall(nn.Module):
     def __init__(self, inner: nn.Module, index: int, kind: Kind):
         super().__init__()
         self.inner, self.index, self.kind = inner, index, kind
-        self.input_name = next(iter(inspect.signature(inner.forward).parameters))
+        parameters = inspect.signature(inner.forward).parameters
+        self.input_name = next(iter(parameters))
+        self.rest_name = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
         self._given: list[Any] = []  # arguments of the code, those of this layer filled in
         self._places: list[int] = []  # of the others
         self._rest: Callable[[dict[str, Any]], list[Any]] | None = None
@@ -90,8 +92,8 @@ class LayerCall(nn.Module):
             self.kind.seen(result)
             return result
         rest = self._rest or self._bind()
-        given = self._given.copy()
-        for place, value in zip(self._places, rest({**kwargs, "kwargs": kwargs, self.input_name: hidden}), strict=True):
+        given, named = self._given.copy(), {**kwargs, self.rest_name: kwargs, self.input_name: hidden}
+        for place, value in zip(self._places, rest(named), strict=True):
             given[place] = value
         assert self.kind.code is not None
         return self.kind.code(*given)[0]
