@@ -79,10 +79,10 @@ def main(
         probes, fewer = Probes(chosen, judged, tries), [count for count in remove if count < stack]
         found = list(points(probes, layers, fewer, search, lambda: progress.advance(bar)))
     places = sum(map(len, found[0].matches))
-    print(f"{model}: {stack} layers, {len(judged.samples)} answers of {tokens} tokens, {places} places\n")  # noqa: T201
+    print(f"{lm.name}: {stack} layers, {len(judged.samples)} answers of {tokens} tokens, {places} places\n")  # noqa: T201
     print(table(found))  # noqa: T201
     if output is not None:
-        plot(found, output, f"{model}, {places} places of its own greedy answers")
+        plot(found, output, f"{lm.name}, {places} places of its own greedy answers")
 
 
 @dataclass(frozen=True)

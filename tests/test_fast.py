@@ -36,7 +36,9 @@ def test_every_method_gives_the_tokens_of_eager_plain_decoding(kind: str, device
     assert type(slow.lm) is PackedLM
     for settings in ({}, {"temperature": 0.9, "seed": 5}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}):
         plain = [r.tokens for r in slow.generate(PROMPTS, method="plain", max_tokens=24, **settings)]
-        for method in ("plain", "recycling", "layerskip:exit=2,depth=3", "layerskip:exit=1,width=3"):
+        methods = ["plain", "recycling", "layerskip:exit=2,depth=3", "layerskip:exit=1,width=3"]
+        heads = ["eagle3:head=random,width=3", "mtp:head=random"] if kind == "llama" else []
+        for method in methods + heads:
             together = quick.generate(PROMPTS, method=method, max_tokens=24, **settings)
             assert [r.tokens for r in together] == plain
         assert quick.generate(PROMPTS[0], method="recycling", max_tokens=24, **settings).tokens == plain[0]
