@@ -11,17 +11,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from outpace.drafter import Drafter
 from outpace.errors import RequestFailed, UnsupportedModel, UsageError
 from outpace.models.base import LM
+from outpace.outlook import fitted, outlooks
 from outpace.sample import Pick
 from outpace.sequence import Sequence
 from outpace.tree import ROOT, Budget, Signal, Tree
 
-TOP = 10  # draft probabilities that policies see
 TEXT = 64  # last tokens of the first prompt, on which a target's layers are chosen
 
 
@@ -144,11 +143,10 @@ class Growing(Drafter):
     def _grow(self, growth: Growth, logits: Tensor) -> bool:
         """Add one level; True when there is more to draft."""  # [new nodes, vocab]
         tree, seq, budget = growth.scored, growth.seq, growth.budget
-        level = []
         first = max(growth.since, growth.root)
         try:
-            for node, row in zip(range(first, len(tree)), _fit(logits[first - growth.since :], seq.vocab), strict=True):
-                level += self._children(growth, node, row)
+            new = fitted(logits[first - growth.since :], seq.vocab)
+            level = self._children(growth, range(first, len(tree)), new)
         except RequestFailed:  # no token that the draft knows is allowed here; other rows go on
             return False
         growth.candidates += level
@@ -168,24 +166,17 @@ class Growing(Drafter):
             growth.reach[node] = candidate.reach
         return True
 
-    def _children(self, growth: Growth, node: int, logits: Tensor) -> list[Candidate]:
-        seq, tree = growth.seq, growth.scored
-        prefix = seq.tokens + growth.path(node)
-        shaped = seq.sampler.shape(logits, prefix)
-        law = shaped.double().softmax(-1)
-        shared = seq.verifier.shares_noise
-        noised = seq.sampler.noised(shaped, len(prefix), 0 if shared else seq.stats.passes + 1)
-        # With shared noise, how far a token leads after the noise tells how likely the target chooses it too.
-        chance = noised.double().softmax(-1) if shared else law
-        if not shared and not seq.sampler.greedy:
-            tree.probs[node] = law
-        tokens = noised.topk(min(growth.budget.width, int((law > 0).sum()))).indices
-        entropy = torch.special.entr(law).sum().item()
-        top = tuple(law.topk(min(TOP, law.numel())).values.tolist())
-        return [
-            Candidate(node, token, growth.reach[node] + math.log(max(p, 1e-300)), Signal(p, entropy, top))
-            for token, p in zip(tokens.tolist(), chance[tokens].tolist(), strict=True)
-        ]
+    def _children(self, growth: Growth, nodes: Seq[int], logits: Tensor) -> list[Candidate]:
+        """What the draft would put under these nodes, which are of one depth."""  # [nodes, vocab]
+        seq, found = growth.seq, list[Candidate]()
+        prefixes = [seq.tokens + growth.path(node) for node in nodes]
+        for node, seen in zip(nodes, outlooks(seq, logits, prefixes, growth.budget.width), strict=True):
+            if seen.law is not None:
+                growth.scored.probs[node] = seen.law
+            for rank, (token, chance) in enumerate(zip(seen.tokens, seen.chances, strict=True)):
+                reach = growth.reach[node] + math.log(max(chance, 1e-300))
+                found.append(Candidate(node, token, reach, seen.signal(rank)))
+        return found
 
 
 class SelfDrafting(Growing):
@@ -241,10 +232,3 @@ def _own_pick(growth: Growth) -> Pick | None:
     if watched or not seq.verifier.shares_noise or pick is None or pick.filters:
         return None
     return pick
-
-
-def _fit(logits: Tensor, vocab: int) -> Tensor:
-    """Logits over the target's vocabulary: models of one family pad it to different sizes."""  # [nodes, vocab]
-    if logits.shape[-1] >= vocab:
-        return logits[:, :vocab]
-    return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)

@@ -17,6 +17,8 @@ from torch import Tensor
 from outpace.errors import RequestFailed, UsageError
 from outpace.noise import gumbel, uniform
 
+KEPT = 16  # positions whose noise is kept
+
 
 class Processor(Protocol):
     """Logits of the token that follows `prefix`, changed."""
@@ -79,6 +81,7 @@ class Sampler:
         self.processors = tuple(processors)
         self.seed = sampling.seed if stream == 0 else sampling.seed ^ (stream * 0x9E3779B97F4A7C15)
         self.filters = _filters(sampling)
+        self._kept: dict[tuple[int, int, int, torch.device], Tensor] = {}  # position, salt -> noise, [vocab]
 
     @property
     def greedy(self) -> bool:
@@ -108,10 +111,23 @@ class Sampler:
             raise RequestFailed(f"no token is allowed at position {len(prefix)}: the constraints exclude all of them")
         if not torch.isfinite(best):
             raise RequestFailed(f"a processor gave non-finite logits at position {len(prefix)}")
-        if not self.greedy:
-            logits = logits / self.sampling.temperature
-            for keep in self.filters:
-                logits = keep(logits)
+        return self._filtered(logits)
+
+    def shapes(self, logits: Tensor, prefixes: Sequence[list[int]]) -> Tensor:
+        """The same of several prefixes; at once, unless a processor has to see each."""  # [n, vocab] -> [n, vocab]
+        if self.processors:
+            return torch.stack([self.shape(row, prefix) for row, prefix in zip(logits, prefixes, strict=True)])
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if not torch.isfinite(logits.amax(-1)).all():
+            raise RequestFailed(f"the model gave non-finite logits at position {len(prefixes[0])}")
+        return self._filtered(logits)
+
+    def _filtered(self, logits: Tensor) -> Tensor:  # [..., vocab] -> [..., vocab]
+        if self.greedy:
+            return logits
+        logits = logits / self.sampling.temperature
+        for keep in self.filters:
+            logits = keep(logits)
         return logits
 
     def choose(self, logits: Tensor, prefix: list[int]) -> int:
@@ -119,13 +135,25 @@ class Sampler:
         return int(self.noised(self.shape(logits, prefix), len(prefix)).argmax())
 
     def noised(self, shaped: Tensor, position: int, salt: int = 0) -> Tensor:
-        """Logits plus noise, whose order is a draw without replacement; greedy adds none."""  # [vocab] -> [vocab]
-        if self.greedy:
+        """Logits plus the noise of a position, whose order is a draw without replacement; greedy adds none."""
+        if self.greedy:  # [..., vocab] -> [..., vocab]
             return shaped
         # Noise is keyed by token id, so tokens that were filtered out need none.
-        alive = torch.nonzero(shaped > -torch.inf).flatten()
+        alive = torch.nonzero((shaped > -torch.inf).reshape(-1, shaped.shape[-1]).any(0)).flatten()
         noised = torch.full_like(shaped, -torch.inf, dtype=torch.float64)
-        return noised.index_copy_(0, alive, shaped[alive].double() + gumbel(alive, self.seed, position, salt))
+        noise = self._noise(alive, shaped.shape[-1], position, salt)
+        return noised.index_copy_(-1, alive, shaped[..., alive].double() + noise)
+
+    def _noise(self, tokens: Tensor, vocab: int, position: int, salt: int) -> Tensor:  # int64 [n] -> [n]
+        """Drafts and the target ask for the noise of a position again and again: that of all tokens is kept a while."""
+        if len(tokens) < vocab:
+            return gumbel(tokens, self.seed, position, salt)
+        key = position, salt, vocab, tokens.device
+        if key not in self._kept:
+            while len(self._kept) >= KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = gumbel(tokens, self.seed, position, salt)
+        return self._kept[key]
 
     def law(self, logits: Tensor, prefix: list[int]) -> Tensor:
         """Probabilities of the token that follows `prefix`, in float64."""  # [vocab] -> [vocab]
