@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, ClassVar
 
+from outpace.errors import UsageError
 from outpace.sequence import Sequence, Step
 from outpace.tree import Budget, Tree
 
@@ -40,3 +41,21 @@ class Drafter:
 
     def close(self, seq: Sequence) -> None:
         """The request ended; free what was held for it."""
+
+
+class Shaped(Drafter):
+    """A drafter whose trees are as large as its options say; a subclass brings them."""
+
+    depth: int
+    nodes: int  # 0: as many as a chain, or a tree of this width, of this depth has
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.depth < 0 or self.nodes < 0 or self.width < 1:
+            given = f"{self.depth}, {self.nodes}, {self.width}"
+            name = type(self).__name__.lower()
+            raise UsageError(f"{name} needs depth >= 0, nodes >= 0 and width >= 1, got {given}")
+
+    @property
+    def shape(self) -> Budget:  # type: ignore[override]
+        return Budget(self.depth, self.nodes or self.depth * self.width, self.width)

@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from outpace.drafter import Drafter
-from outpace.errors import RequestFailed, UnsupportedModel, UsageError
+from outpace.drafter import Shaped
+from outpace.errors import RequestFailed, UnsupportedModel
 from outpace.models.base import LM
 from outpace.outlook import fitted, outlooks
 from outpace.sample import Pick
@@ -69,24 +69,11 @@ class Held(NamedTuple):
     row: int
 
 
-class Growing(Drafter):
-    """A drafter that asks a model: a subclass says which one, and brings the options `depth`, `nodes` and `width`."""
+class Growing(Shaped):
+    """A drafter that asks a model: a subclass says which one, and brings the options of a tree."""
 
     model_source = ""  # all of its nodes, which have no other name than the drafter's
-    depth: int
-    nodes: int  # 0: as many as a chain, or a tree of this width, of this depth has
-    width: int
     unsettled: ClassVar[int] = 1  # tokens at the end of the text that the next pass may see changed
-
-    def __post_init__(self) -> None:
-        if self.depth < 0 or self.nodes < 0 or self.width < 1:
-            given = f"{self.depth}, {self.nodes}, {self.width}"
-            name = type(self).__name__.lower()
-            raise UsageError(f"{name} needs depth >= 0, nodes >= 0 and width >= 1, got {given}")
-
-    @property
-    def shape(self) -> Budget:  # type: ignore[override]
-        return Budget(self.depth, self.nodes or self.depth * self.width, self.width)
 
     def lm(self, seq: Sequence) -> LM:
         """The model that drafts for this request; the same one for all requests of a target."""

@@ -30,6 +30,8 @@ METHODS: dict[str, str] = {
     "pruned": "outpace.methods.pruned:Pruned",
     "eagle3": "outpace.methods.eagle3:Eagle3",
     "mtp": "outpace.methods.mtp:Mtp",
+    "medusa": "outpace.methods.medusa:Medusa",
+    "block": "outpace.methods.block:Block",
     "graft": "outpace.methods.graft:Graft",
     "via_sd": "outpace.methods.via_sd:ViaSD",
     "auto": "outpace.methods.auto:Auto",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,11 @@ class Head(nn.Module):
     spec: Spec
     ids: Tensor | None  # [draft vocab]: the target's id of each token that it can guess; None: they are the same
 
+    @classmethod
+    def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
+        """Settings of a head for a target of so many layers, where they are not given."""
+        raise NotImplementedError
+
     @abstractmethod
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
         """Guesses of `steps` tokens at every place."""  # [batch, tokens], [batch, tokens, taps * hidden]
@@ -69,6 +74,12 @@ def borrowed(weight: Tensor) -> nn.Linear:
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer
+
+
+def evenly(first: int, last: int, count: int) -> tuple[int, ...]:
+    """So many numbers from `first` to `last`, evenly spaced; fewer where there are not so many."""
+    last = max(first, last)
+    return tuple(sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)}))
 
 
 def embedding(ends: Ends) -> nn.Embedding:

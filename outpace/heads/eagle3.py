@@ -61,7 +61,7 @@ class Eagle3(Recursive):
     kind: ClassVar[str] = "eagle3"
     entrance = EagleEntrance
 
-    @staticmethod
-    def taps(layers: int) -> tuple[int, ...]:
+    @classmethod
+    def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
         """An early, a middle and a late state; fewer where there are too few layers."""
-        return tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)}))
+        return {"taps": tuple(sorted({min(2, stack - 1), stack // 2, max(stack - 3, 0)}))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,6 @@ class Mtp(Recursive):
     kind: ClassVar[str] = "mtp"
     entrance = MtpEntrance
 
-    @staticmethod
-    def taps(layers: int) -> tuple[int, ...]:
-        return (layers,)
+    @classmethod
+    def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
+        return {"taps": (stack,)}

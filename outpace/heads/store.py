@@ -23,6 +23,8 @@ from outpace.shelf import cache_dir
 KINDS: dict[str, str] = {
     "eagle3": "outpace.heads.eagle3:Eagle3",
     "mtp": "outpace.heads.mtp:Mtp",
+    "medusa": "outpace.heads.medusa:Medusa",
+    "block": "outpace.heads.block:Block",
 }
 RANDOM = "random"  # a head with untrained weights: it guesses badly, and everything runs
 CONFIG, WEIGHTS = "head.json", "head.safetensors"
@@ -49,11 +51,12 @@ def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
     for name in given:
         if name not in known:
             raise unknown(f"setting of a {kind} head", name, known)
-    spec = Spec(kind, **{"taps": cls.taps(lm.stack), "draft_vocab": 0 if ids is None else len(ids), **given})
+    usual = {**cls.usual(lm.stack, given), "draft_vocab": 0 if ids is None else len(ids)}
+    spec = Spec(kind, **{**usual, **given})
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         head: Head = cls(ends, spec, ids)
-    return head.to(ends.embed.device, ends.embed.dtype).eval()
+    return _placed(head, ends)
 
 
 def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) -> None:
@@ -83,19 +86,25 @@ def load(folder: Path, lm: LM) -> Head:
     if missing:
         raise OutpaceError(f"the head in {folder} does not have the tensors of its kind: {', '.join(sorted(missing))}")
     head.load_state_dict(tensors, strict=False)
-    return head.to(ends.embed.device, ends.embed.dtype).eval()
+    return _placed(head, ends)
+
+
+def _placed(head: Head, ends: Ends) -> Head:
+    """Where the target is and in its precision, but for buffers: rotations by many tokens need exact angles."""
+    for parameter in head.to(ends.embed.device).parameters():
+        parameter.data = parameter.data.to(ends.embed.dtype)
+    return head.eval()
 
 
 def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
     """The head that an option names: itself, a folder, "random", or None for one that came with us."""
-    if isinstance(given, Head):
-        return given
     if given == RANDOM:
         return fresh(kind, lm)
     if given is not None:
-        head = load(Path(given), lm)
+        head = given if isinstance(given, Head) else load(Path(given), lm)
         if head.spec.kind != kind:
-            raise UsageError(f"the head in {given} is of the kind {head.spec.kind!r}, not {kind!r}")
+            named = "this head" if isinstance(given, Head) else f"the head in {given}"
+            raise UsageError(f"{named} is of the kind {head.spec.kind!r}, not {kind!r}")
         return head
     for place in (SHIPPED, cache_dir() / "heads"):
         for config in sorted(place.glob(f"*/{CONFIG}")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from outpace.headed import Headed
 
@@ -12,6 +12,7 @@ from outpace.headed import Headed
 class Eagle3(Headed):
     """A trained head of one layer guesses from hidden states of the target, as a tree."""
 
+    kind: ClassVar[str] = "eagle3"
     head: Any = None  # a folder, or "random"; None: the one that came with us for this model
     depth: int = 6
     nodes: int = 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from outpace.headed import Headed
 
@@ -12,6 +12,7 @@ from outpace.headed import Headed
 class Mtp(Headed):
     """A trained layer like the target's own guesses from its last hidden state, as a chain."""
 
+    kind: ClassVar[str] = "mtp"
     head: Any = None  # a folder, or "random"; None: the one that came with us for this model
     depth: int = 4
     nodes: int = 0  # 0: as many as a chain, or a tree of this width, of this depth has

@@ -1,0 +1,206 @@
+"""A block drafter's network (DFlash): the next tokens as one block of masks, filled in by a few layers at once.
+
+The layers see the target's states of all the text, fused into one per token: those become keys and values only, kept
+from pass to pass. Queries come from the block alone: the newest token, then masks, all of which see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+from outpace.heads.base import Guessed, Spec, embedding, evenly
+from outpace.heads.parallel import Parallel, Text
+from outpace.heads.recursive import shape
+from outpace.models.ends import Ends
+
+LAYERS, STEPS = 3, 7  # of a head, unless told otherwise
+ANCHORS = 64  # places of a training text at which a block starts
+Attend = Callable[[Tensor, Tensor], Tensor]  # queries, the block's own sides -> [..., heads, tokens, dim]
+
+
+class Turns(NamedTuple):
+    """Rotations of some positions."""
+
+    cos: Tensor  # [..., tokens, dim]
+    sin: Tensor
+
+    def of(self, x: Tensor) -> Tensor:  # [..., heads, tokens, dim]
+        return x * self.cos.unsqueeze(-3) + rotate_half(x) * self.sin.unsqueeze(-3)
+
+
+class BlockLayer(nn.Module):
+    """A Llama layer that is told how to attend: its block sees a context, too."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        hidden, eps, self.dim = config.hidden_size, config.rms_norm_eps, config.head_dim
+        own, shared = config.num_attention_heads * self.dim, config.num_key_value_heads * self.dim
+        self.q_proj, self.o_proj = nn.Linear(hidden, own, bias=False), nn.Linear(own, hidden, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(hidden, shared, bias=False) for _ in range(2))
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm, self.post_attention_layernorm = (LlamaRMSNorm(hidden, eps) for _ in range(2))
+
+    def sides(self, states: Tensor, turns: Turns) -> Tensor:
+        """Keys and values."""  # [..., tokens, hidden] -> [2, ..., kv heads, tokens, dim]
+        return torch.stack([turns.of(self._heads(self.k_proj(states))), self._heads(self.v_proj(states))])
+
+    def _heads(self, x: Tensor) -> Tensor:  # [..., tokens, heads * dim] -> [..., heads, tokens, dim]
+        return x.unflatten(-1, (-1, self.dim)).transpose(-2, -3)
+
+    def forward(self, states: Tensor, turns: Turns, attend: Attend) -> Tensor:  # [..., tokens, hidden]
+        normed = self.input_layernorm(states)
+        attended = attend(turns.of(self._heads(self.q_proj(normed))), self.sides(normed, turns))
+        states = states + self.o_proj(attended.transpose(-2, -3).flatten(-2))
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Context:
+    """Keys and values of a text for all layers, and behind them room for a block, which the next one overwrites."""
+
+    def __init__(self) -> None:
+        self.sides: Tensor | None = None  # [layers, 2, kv heads, room, dim]
+        self.length = 0
+
+    def extend(self, new: Tensor, spare: int) -> None:  # [layers, 2, kv heads, tokens, dim]
+        end = self.length + new.shape[3]
+        if self.sides is None or self.sides.shape[3] < end + spare:
+            larger = new.new_zeros(*new.shape[:3], 2 * end + spare, new.shape[4])
+            if self.sides is not None:
+                larger[:, :, :, : self.length] = self.sides[:, :, :, : self.length]
+            self.sides = larger
+        self.sides[:, :, :, self.length : end] = new
+        self.length = end
+
+    def with_block(self, layer: int, block: Tensor) -> Tensor:  # [2, kv heads, slots, dim]
+        assert self.sides is not None
+        end = self.length + block.shape[2]
+        self.sides[layer, :, :, self.length : end] = block
+        return self.sides[layer, :, :, :end]
+
+
+class Block(Parallel):
+    """Several layers over the fused states of the text and a block of masks."""
+
+    kind: ClassVar[str] = "block"
+    anchors = ANCHORS
+    layers: Seq[BlockLayer]
+
+    def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
+        super().__init__(ends, spec, ids)
+        config = shape(ends, spec)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.embed = embedding(ends)
+        self.mask = nn.Parameter(ends.embed.float().mean(0))
+        self.fc, self.fc_norm = nn.Linear(len(spec.taps) * hidden, hidden, bias=False), LlamaRMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(spec.layers))  # type: ignore[assignment]
+        self.norm = LlamaRMSNorm(hidden, eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    @classmethod
+    def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
+        """As many states as layers, evenly from the first layer's to those before the last three."""
+        layers = given.get("layers", LAYERS)
+        return {"layers": layers, "steps": STEPS, "taps": evenly(min(1, stack), stack - 3, layers)}
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block."""
+        return self.spec.steps + 1
+
+    def _turns(self, positions: Tensor) -> Turns:
+        return Turns(*self.rotary_emb(self.mask, positions))
+
+    def _fused(self, hidden: Tensor) -> Tensor:  # [..., taps * hidden] -> [..., hidden]
+        return self.fc_norm(self.fc(hidden.to(self.mask.dtype)))
+
+    def _blocks(self, tokens: Tensor) -> Tensor:
+        """What enters for blocks that start with these tokens."""  # [...] -> [..., size, hidden]
+        masks = self.mask.expand(*tokens.shape, self.spec.steps, -1)
+        return torch.cat([self.embed(tokens).unsqueeze(-2), masks], dim=-2)
+
+    def guess(self, texts: Seq[Text]) -> Tensor:
+        """Products are made for all texts together; each block attends by itself, to its own text where that lies: so
+        texts of different lengths are neither padded nor copied."""
+        contexts = self._read(texts)
+        device, size = self.mask.device, self.size
+        newest = torch.tensor([[context.length, text.token] for context, text in zip(contexts, texts, strict=True)])
+        starts, tokens = newest.to(device).unbind(-1)
+        states = self._blocks(tokens).flatten(0, 1)  # [texts * size, hidden]
+        turns = self._turns((starts[:, None] + torch.arange(size, device=device)).flatten()[None])
+        turns = Turns(turns.cos[0], turns.sin[0])
+        for index, layer in enumerate(self.layers):
+
+            def attend(queries: Tensor, sides: Tensor, index: int = index) -> Tensor:
+                out = []
+                for context, q, own in zip(contexts, queries.split(size, -2), sides.split(size, -2), strict=True):
+                    keys, values = context.with_block(index, own)
+                    out.append(_attend(q[None], keys[None], values[None], None)[0])
+                return torch.cat(out, dim=-2)
+
+            states = layer(states, turns, attend)
+        return self.logits(self.norm(states).unflatten(0, (-1, size))[:, 1:])
+
+    def _read(self, texts: Seq[Text]) -> list[Context]:
+        """Add what is new of each text to its context."""
+        contexts = [text.kept.setdefault("context", Context()) for text in texts]
+        new, places = [], []
+        for text, context in zip(texts, contexts, strict=True):
+            assert text.hidden is not None
+            new.append(text.hidden[context.length :])
+            places.append(torch.arange(context.length, len(text.hidden)))
+        fused = self._fused(torch.cat(new))
+        turns = self._turns(torch.cat(places).to(fused.device)[None])
+        turns = Turns(turns.cos[0], turns.sin[0])
+        sides = torch.stack([layer.sides(fused, turns) for layer in self.layers])  # [layers, 2, kv heads, tokens, dim]
+        for context, part in zip(contexts, sides.split([len(states) for states in new], dim=3), strict=True):
+            context.extend(part, self.size)
+        return contexts
+
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
+        """Blocks at some columns, drawn anew every time; at all of them if they are few."""
+        self.check(steps)
+        columns = self._columns(tokens)  # [batch, blocks]
+        device, size = tokens.device, self.size
+        fused, newest = self._fused(hidden), tokens.gather(1, columns + 1)
+        places = (columns + 1)[..., None] + torch.arange(size, device=device)  # [batch, blocks, size]
+        far, near = self._turns(torch.arange(tokens.shape[1], device=device)[None]), self._turns(places.flatten(1))
+        mask = _seen(columns, tokens.shape[1], size)
+        states = self._blocks(newest).flatten(1, 2)  # [batch, blocks * size, hidden]
+        for layer in self.layers:
+            context = layer.sides(fused, far)
+
+            def attend(queries: Tensor, sides: Tensor, context: Tensor = context) -> Tensor:
+                keys, values = torch.cat([context, sides], dim=-2)
+                return _attend(queries, keys, values, mask)
+
+            states = layer(states, near, attend)
+        slots = self.norm(states).unflatten(1, (-1, size))[:, :, 1 : 1 + steps].unbind(2)
+        return [Guessed(self.logits(slot), columns + 1 + step) for step, slot in enumerate(slots)]
+
+    def _columns(self, tokens: Tensor) -> Tensor:  # [batch, tokens] -> [batch, blocks]
+        rows, count = tokens.shape[0], tokens.shape[1] - 1
+        if count <= self.anchors:
+            return torch.arange(count, device=tokens.device).expand(rows, -1)
+        drawn = torch.rand(rows, count, device=tokens.device).topk(self.anchors).indices
+        return drawn.sort(-1).values
+
+
+def _seen(columns: Tensor, length: int, size: int) -> Tensor:
+    """A block sees the states up to its column, and itself."""  # [batch, blocks] -> [batch, 1, queries, keys]
+    before = torch.arange(length, device=columns.device) <= columns[..., None]  # [batch, blocks, length]
+    count = columns.shape[1]
+    own = torch.eye(count, dtype=torch.bool, device=columns.device).expand(len(columns), -1, -1)
+    rows = torch.cat([before, own.repeat_interleave(size, dim=2)], dim=2)
+    return rows.repeat_interleave(size, dim=1)[:, None]
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Heads share keys in groups."""  # [batch, heads, queries, dim], [batch, kv heads, keys, dim]
+    shared = queries.shape[1] != keys.shape[1]
+    return nn.functional.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=shared)

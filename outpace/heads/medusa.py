@@ -1,0 +1,56 @@
+"""Medusa's network: for each token ahead, one small layer on the target's last state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from outpace.heads.base import Guessed, Spec
+from outpace.heads.parallel import Parallel, Text
+from outpace.models.ends import Ends
+
+
+class Shift(nn.Module):
+    """A state as it will be some tokens later: it plus what one layer makes of it, which at first is nothing."""
+
+    def __init__(self, hidden: int, rank: int):
+        super().__init__()
+        narrow = [nn.Linear(hidden, rank, bias=False)] if rank else []
+        last = nn.Linear(rank or hidden, hidden, bias=False)
+        nn.init.zeros_(last.weight)
+        self.layer = nn.Sequential(*narrow, last)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states + nn.functional.silu(self.layer(states))
+
+
+class Medusa(Parallel):
+    """Slot i is the last state, shifted by a layer of its own, before the target's output matrix or a common one."""
+
+    kind: ClassVar[str] = "medusa"
+
+    def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
+        super().__init__(ends, spec, ids)
+        self.shifts = nn.ModuleList(Shift(ends.hidden, spec.rank) for _ in range(spec.steps))
+
+    @classmethod
+    def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
+        return {"taps": (stack,)}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.shifts.parameters()).dtype
+
+    def guess(self, texts: Seq[Text]) -> Tensor:
+        last = torch.stack([text.hidden[-1] for text in texts if text.hidden is not None]).to(self.dtype)
+        return self.logits(torch.stack([shift(last) for shift in self.shifts], dim=1))
+
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
+        self.check(steps)
+        columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return [
+            Guessed(self.logits(shift(hidden)), columns + 1 + step) for step, shift in enumerate(self.shifts[:steps])
+        ]
