@@ -64,7 +64,7 @@ class Headed(SelfDrafting):
         lm, row = self.lm(seq), self.row(seq)
         assert isinstance(lm, Fed)
         first, entrance = lm.known(row, seq.tokens[:-1]), self._head.model
-        lm.feed(row, first, entrance.fuse(hidden[first:].to(entrance.norm.weight.dtype)))
+        lm.feed(row, first, entrance.fuse(hidden[first:].to(entrance.embed.weight.dtype)))
         return True
 
 

@@ -17,7 +17,7 @@ MOST_LINES, MOST_FUNCTION, MOST_PARAMETERS = 320, 60, 6
 MOST_KERNEL = 70  # lines: a kernel cannot be cut wherever one likes
 
 # Signatures that are not ours to choose: Transformers calls these. A command's parameters are its flags.
-FOREIGN = {("models/attention.py", "attend"), ("dropin.py", "decode")}
+FOREIGN = {("models/attention.py", "attend"), ("heads/unrolled.py", "attend"), ("dropin.py", "decode")}
 CHOICES = {("loading.py", "load")}  # a keyword for each thing that a user may choose
 KERNEL = "jit"  # what runs on a GPU is handed every size and pointer
 COMMAND = "reports_errors"  # the decorator of every command

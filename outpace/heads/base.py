@@ -7,7 +7,7 @@ Training asks `unroll`, which predicts at every place of a text at once; draftin
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,6 +38,10 @@ class Spec:
     own_output: bool = False  # it has an output matrix of its own
     feedforward: int = 0  # 0: as wide as the target's
     rank: int = 0  # medusa: width of a head's inner layer; 0: the target's own
+    entry_norm: str = ""  # eagle3: states are normalised "each" or "joined" before they enter; "": each if `normed`
+    residual_norm: bool = False  # eagle3: what passes by the attention is normalised too
+    parts: str = "llama"  # of what its layers are made: llama, qwen3, target
+    shape: dict[str, Any] = field(default_factory=dict)  # settings of its layers that are not the target's
 
 
 class Head(nn.Module):

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers import PreTrainedConfig
 
+from outpace.errors import UsageError
 from outpace.heads.base import Spec
+from outpace.heads.parts import Parts
 from outpace.heads.recursive import Entrance, Recursive
 from outpace.models.ends import Ends
 
@@ -17,38 +18,47 @@ from outpace.models.ends import Ends
 class EagleLayer(nn.Module):
     """A Llama layer whose attention reads a state and a token side by side."""
 
-    def __init__(self, config: LlamaConfig, index: int):
+    def __init__(self, config: PreTrainedConfig, index: int, spec: Spec, parts: Parts):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = LlamaAttention(config, index)
+        if parts.attention is None or parts.mlp is None:
+            raise UsageError(f"an eagle3 head cannot be made of the parts {spec.parts!r}; llama and qwen3 can")
+        self.self_attn = parts.attention(config, index)
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(self.self_attn, name)
-            setattr(self.self_attn, name, nn.Linear(2 * hidden, old.out_features, bias=False))
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(hidden, eps)
-        self.hidden_norm = LlamaRMSNorm(hidden, eps)
-        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
+            setattr(self.self_attn, name, nn.Linear(2 * hidden, old.out_features, bias=old.bias is not None))
+        self.mlp = parts.mlp(config)
+        self.input_layernorm = parts.norm(hidden, eps)
+        self.hidden_norm = parts.norm(hidden, eps)
+        self.post_attention_layernorm = parts.norm(hidden, eps)
+        self.residual_norm = spec.residual_norm
 
     def forward(self, hidden_states: Tensor, embeds: Tensor, **given: Any) -> Tensor:
-        both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden_states)], dim=-1)
+        normed = self.hidden_norm(hidden_states)
+        both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
         attended, _ = self.self_attn(both, attention_mask=None, **given)
-        states = hidden_states + attended
+        states = (normed if self.residual_norm else hidden_states) + attended
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class EagleEntrance(Entrance):
-    def __init__(self, config: LlamaConfig, ends: Ends, spec: Spec):
+    def __init__(self, config: PreTrainedConfig, ends: Ends, spec: Spec):
         super().__init__(config, ends, spec)
-        hidden = config.hidden_size
-        self.fc = nn.Linear(len(spec.taps) * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList(EagleLayer(config, i) for i in range(spec.layers))
-        if spec.normed:
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, config.rms_norm_eps) for _ in spec.taps)
+        hidden, eps, taps = config.hidden_size, config.rms_norm_eps, len(spec.taps)
+        self.fc = nn.Linear(taps * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList(EagleLayer(config, i, spec, self.parts) for i in range(spec.layers))
+        self.entry = spec.entry_norm or ("each" if spec.normed else "none")
+        if self.entry == "each":
+            self.fc_norm = nn.ModuleList(self.parts.norm(hidden, eps) for _ in spec.taps)
+        elif self.entry == "joined":
+            self.input_norm = self.parts.norm(taps * hidden, eps)
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        if self.spec.normed:
-            parts = hidden.chunk(len(self.spec.taps), dim=-1)
-            hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if self.entry == "each":
+            states = hidden.chunk(len(self.spec.taps), dim=-1)
+            hidden = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], dim=-1)
+        elif self.entry == "joined":
+            hidden = self.input_norm(hidden)
         return self.fc(hidden)
 
     def enter(self, embeds: Tensor, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

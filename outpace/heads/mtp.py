@@ -1,4 +1,7 @@
-"""MTP's network: a layer like the target's own, on its last state and the next token, asked again and again."""
+"""MTP's network: one layer on the target's last state and the next token, asked again and again.
+
+The layer is a Llama's, or, for models that came with such a head, one like the target's own.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers import PreTrainedConfig
 
 from outpace.heads.base import Spec
 from outpace.heads.recursive import Entrance, Recursive
@@ -15,12 +17,12 @@ from outpace.models.ends import Ends
 
 
 class MtpEntrance(Entrance):
-    def __init__(self, config: LlamaConfig, ends: Ends, spec: Spec):
+    def __init__(self, config: PreTrainedConfig, ends: Ends, spec: Spec):
         super().__init__(config, ends, spec)
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = LlamaRMSNorm(hidden, eps), LlamaRMSNorm(hidden, eps)
+        hidden, eps, norm = config.hidden_size, config.rms_norm_eps, self.parts.norm
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(hidden, eps), norm(hidden, eps)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(spec.layers))
+        self.layers = nn.ModuleList(self.parts.layer(config, i) for i in range(spec.layers))
 
     def enter(self, embeds: Tensor, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         both = [self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(states)]

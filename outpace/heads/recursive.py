@@ -6,32 +6,39 @@ passes over trees and ragged batches, compiled or as graphs. `eagle3` and `mtp` 
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from outpace.heads import unrolled
+from outpace.errors import UsageError
+from outpace.heads import parts, unrolled
 from outpace.heads.base import Guessed, Head, Spec, borrowed, embedding
 from outpace.models.ends import Ends
 
 COPIED = ("rope_parameters", "rms_norm_eps", "hidden_act", "head_dim", "num_attention_heads", "num_key_value_heads")
 
 
-def shape(ends: Ends, spec: Spec) -> LlamaConfig:
-    """A Llama layer as wide as the target; what the target does not say is small."""
+def shape(ends: Ends, spec: Spec) -> PreTrainedConfig:
+    """A Llama layer as wide as the target; what the target does not say is small. Or a layer of the target."""
     target, hidden = ends.config, ends.hidden
+    if spec.parts == parts.TARGET:
+        if target is None:
+            raise UsageError("a head of the target's own layers needs a Transformers model")
+        return parts.alone(target)
     given: dict[str, Any] = {"num_attention_heads": max(1, hidden // 64), "num_key_value_heads": max(1, hidden // 64)}
     given |= {n: getattr(target, n) for n in COPIED if getattr(target, n, None) is not None} if target else {}
     if given.get("rope_parameters", {}).get("rope_type", "default") not in ("default", "llama3", "linear"):
         given.pop("rope_parameters")  # a head is short-sighted enough for plain rotations
     wide = getattr(target, "intermediate_size", None) or 4 * hidden
-    return LlamaConfig(
+    return parts.KNOWN[spec.parts].config(
         vocab_size=ends.vocab, hidden_size=hidden, intermediate_size=spec.feedforward or wide,
-        num_hidden_layers=spec.layers, max_position_embeddings=1 << 20, tie_word_embeddings=False, **given,
+        num_hidden_layers=spec.layers, max_position_embeddings=1 << 20, tie_word_embeddings=False,
+        **(given | copy.deepcopy(spec.shape)),
     )  # fmt: skip
 
 
@@ -40,12 +47,21 @@ class Entrance(nn.Module):
 
     layers: nn.ModuleList
 
-    def __init__(self, config: LlamaConfig, ends: Ends, spec: Spec):
+    def __init__(self, config: PreTrainedConfig, ends: Ends, spec: Spec):
         super().__init__()
         self.config, self.spec = config, spec
+        self.parts = parts.of(spec.parts, config)
         self.embed = embedding(ends)
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.norm = self.parts.norm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = self.parts.rotary(config)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """To another device or precision; but positions are large numbers, and turns need all their digits."""
+        turns = dict(self.rotary_emb.named_buffers())
+        super()._apply(fn, recurse)
+        for name, old in turns.items():
+            self.rotary_emb._buffers[name] = old.to(self.norm.weight.device)  # type: ignore[arg-type]
+        return self
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The states of the target as they enter."""  # [..., taps * hidden] -> [..., hidden]
@@ -70,13 +86,13 @@ class Entrance(nn.Module):
 class Recursive(Head, PreTrainedModel):
     """A head of one or more layers that sees what it has guessed."""
 
-    config_class = LlamaConfig
+    config_class = PreTrainedConfig
     base_model_prefix = "model"
     _supports_attention_backend = True
     _supports_sdpa = True
     takes_features = True
     entrance: type[Entrance]
-    config: LlamaConfig
+    config: PreTrainedConfig
 
     def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
         super().__init__(shape(ends, spec))
@@ -89,6 +105,10 @@ class Recursive(Head, PreTrainedModel):
         else:
             self.unembed = borrowed(rows)
         self.register_buffer("ids", ids)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # a layer of the target runs its experts as the target does
 
     def get_decoder(self) -> nn.Module:  # type: ignore[override]
         return self.model

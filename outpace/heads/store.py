@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outpace.errors import OutpaceError, UsageError, unknown
+from outpace.heads import formats, native
 from outpace.heads.base import Head, Spec
+from outpace.heads.formats import Published
 from outpace.models.base import LM
 from outpace.models.ends import Ends
 from outpace.shelf import cache_dir
@@ -63,28 +65,24 @@ def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) 
     """Both files appear whole or not at all; weights in float16."""
     ends = ends_of(lm)
     target = {"vocab": ends.vocab, "hidden": ends.hidden, "layers": lm.stack, "weights": ends.fingerprint}
-    about = {"spec": dataclasses.asdict(head.spec), "target": target, "notes": notes or {}}
+    made = {"spec": dataclasses.asdict(head.spec), "target": target, "notes": notes or {}}
     tensors = {n: (t.half() if t.is_floating_point() else t).contiguous().cpu() for n, t in head.own().items()}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         save_file(tensors, Path(place) / WEIGHTS)
-        (Path(place) / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
+        (Path(place) / CONFIG).write_text(json.dumps(made, indent=1) + "\n")
         for name in (WEIGHTS, CONFIG):
             os.replace(Path(place) / name, folder / name)
 
 
 def load(folder: Path, lm: LM) -> Head:
-    about = _about(folder)
-    if not _fits(about, lm):
-        raise UsageError(f"the head in {folder} was made for another model: {_named(about)}")
-    tensors = load_file(folder / WEIGHTS)
-    spec = Spec(**{**about["spec"], "taps": tuple(about["spec"]["taps"])})
-    cls, ends = find_class(spec.kind), ends_of(lm)
+    """The head in a folder: one of ours, or one that others published (docs/formats.md)."""
+    ends = ends_of(lm)
+    found = _ours(folder, lm) if (folder / CONFIG).exists() else formats.read(folder, ends, lm.stack)
+    spec, tensors = found.spec, found.tensors
     ids = tensors.get("ids")
-    head: Head = cls(ends, spec, ids if ids is None else ids.to(ends.embed.device))
-    missing = set(head.own()) ^ set(tensors)
-    if missing:
-        raise OutpaceError(f"the head in {folder} does not have the tensors of its kind: {', '.join(sorted(missing))}")
+    head: Head = find_class(spec.kind)(ends, spec, ids if ids is None else ids.to(ends.embed.device))
+    _check(head, tensors, folder)
     head.load_state_dict(tensors, strict=False)
     return _placed(head, ends)
 
@@ -94,6 +92,28 @@ def _placed(head: Head, ends: Ends) -> Head:
     for parameter in head.to(ends.embed.device).parameters():
         parameter.data = parameter.data.to(ends.embed.dtype)
     return head.eval()
+
+
+def _ours(folder: Path, lm: LM) -> Published:
+    made = about(folder)
+    if not _fits(made, lm):
+        raise UsageError(f"the head in {folder} was made for another model: {_named(made)}")
+    spec = Spec(**{**made["spec"], "taps": tuple(made["spec"]["taps"])})
+    return Published(spec, load_file(folder / WEIGHTS))
+
+
+def _check(head: Head, tensors: dict[str, Tensor], folder: Path) -> None:
+    own = head.own()
+    said = {"lacks": set(own) - set(tensors), "has, and its kind does not,": set(tensors) - set(own)}
+    for what, names in said.items():
+        if names:
+            raise OutpaceError(f"the head in {folder} {what} {', '.join(sorted(names))}")
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape:
+            raise OutpaceError(
+                f"the head in {folder}: {name} is {list(tensor.shape)}, and would be {list(own[name].shape)} by its "
+                "config and this model"
+            )
 
 
 def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
@@ -108,16 +128,20 @@ def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
         return head
     for place in (SHIPPED, cache_dir() / "heads"):
         for config in sorted(place.glob(f"*/{CONFIG}")):
-            about = _about(config.parent)
-            if about["spec"]["kind"] == kind and _fits(about, lm):
+            made = about(config.parent)
+            if made["spec"]["kind"] == kind and _fits(made, lm):
                 return load(config.parent, lm)
+    own = native.folder_of(ends_of(lm)) if kind == native.KIND else None
+    if own is not None:
+        return load(own, lm)
     raise UsageError(
         f"no {kind} head for this model came with us; pass head=FOLDER, train one with `outpace train {kind} MODEL`, "
         f"or try head={RANDOM}, which guesses badly"
     )
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def about(folder: Path) -> dict[str, Any]:
+    """What is written beside the weights of a head of ours."""
     try:
         found = json.loads((folder / CONFIG).read_text())
         assert {"spec", "target"} <= set(found)
@@ -126,14 +150,14 @@ def _about(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _fits(about: dict[str, Any], lm: LM) -> bool:
-    ends, made = ends_of(lm), about["target"]
+def _fits(said: dict[str, Any], lm: LM) -> bool:
+    ends, made = ends_of(lm), said["target"]
     if (made["vocab"], made["hidden"], made["layers"]) != (ends.vocab, ends.hidden, lm.stack):
         return False
     ours, theirs = torch.tensor(ends.fingerprint), torch.tensor(made["weights"])
     return bool(torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3))
 
 
-def _named(about: dict[str, Any]) -> str:
-    made = about["target"]
+def _named(said: dict[str, Any]) -> str:
+    made = said["target"]
     return f"one of {made['layers']} layers, width {made['hidden']} and {made['vocab']} tokens, or with other weights"

@@ -43,9 +43,10 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def apart(ours: Tensor, theirs: Tensor) -> float:
-    """How far two results are from each other, relative to the second."""
+    """How far two results are from each other, relative to the second; logits that both exclude are not apart."""
     ours, theirs = ours.float(), theirs.float()
-    return float((ours - theirs).norm() / theirs.norm())
+    excluded = theirs.isinf() & (ours == theirs)
+    return float((ours - theirs).masked_fill(excluded, 0).norm() / theirs.masked_fill(excluded, 0).norm())
 
 
 @contextmanager

@@ -1,0 +1,48 @@
+"""What a head is, as far as its folder says, without the model it belongs to."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from outpace.heads import formats, native, store
+from outpace.heads.base import Spec
+from outpace.heads.files import Checkpoint
+
+SAID = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", formats.LAYER_IDS)
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """Kind, layout, what it reads and guesses, its size, its target."""
+    if (folder / store.CONFIG).exists() or not formats.published(folder):
+        return _ours(folder)
+    checkpoint = Checkpoint(folder)
+    layout, config = formats.layout(checkpoint), checkpoint.config
+    if layout == "mtp":
+        start = native.prefix(checkpoint)
+        names = [name for name in checkpoint.places if name.startswith(str(start))]
+        return {"kind": "mtp", "layout": f"layers of the model itself, {start}*", "tensors": len(names)}
+    tensors = checkpoint.read(checkpoint.places)
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    nested = config.get("eagle_config") or {}
+    said = {name: config.get(name, nested.get(name)) for name in SAID}
+    return {
+        "kind": config.get("speculators_model_type", "eagle3"),
+        "layout": layout,
+        "parameters": sum(t.numel() for name, t in tensors.items() if t.is_floating_point() and "embed_" not in name),
+        **{name: value for name, value in said.items() if value is not None},
+        **({"made_for": verifier["name_or_path"]} if "name_or_path" in verifier else {}),
+    }
+
+
+def _ours(folder: Path) -> dict[str, Any]:
+    about = store.about(folder)
+    plain = Spec(about["spec"]["kind"], ())
+    changed = {n: v for n, v in about["spec"].items() if n in ("taps", "steps") or v != getattr(plain, n, None)}
+    with safe_open(folder / store.WEIGHTS, framework="pt") as opened:
+        count = sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys() if name != "ids")  # noqa: SIM118
+    target = {name: value for name, value in about["target"].items() if name != "weights"}
+    return {**changed, "layout": "outpace", "parameters": count, "made_for": target, **about.get("notes", {})}
