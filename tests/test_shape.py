@@ -35,11 +35,12 @@ LAYERS = [
     {"methods", "registry", "trace"},
     {"api", "calibrate"},
     {"loading"},
+    {"train"},
     {"bench"},
     {"proof", "advise"},
     {"dropin", "display", "show", "cli", "__init__", "__main__"},
 ]
-HEAVY = {"models", "shelf", "heads", "loading", "dropin", "grammar", "cli"}  # may import transformers
+HEAVY = {"models", "shelf", "heads", "loading", "train", "dropin", "grammar", "cli"}  # may import transformers
 
 
 def name_of(path: Path) -> str:

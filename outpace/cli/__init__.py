@@ -1,13 +1,14 @@
-"""The command line: outpace generate | chat | verify | bench | advise | calibrate | prune | head | show | methods |
-shelf.
+"""The command line: outpace generate | chat | verify | bench | advise | calibrate | prune | train | head | show | ...
 
 A module adds its commands to the application when it is imported.
 """
 
-from outpace.cli import advise, bench, calibrate, catalogue, generate, head, prune, show, verify
+from outpace.cli import advise, bench, calibrate, catalogue, generate, head, prune, show, train, verify
 from outpace.cli.common import app
 
-__all__ = ["advise", "app", "bench", "calibrate", "catalogue", "generate", "head", "main", "prune", "show", "verify"]
+__all__ = [
+    "advise", "app", "bench", "calibrate", "catalogue", "generate", "head", "main", "prune", "show", "train", "verify",
+]  # fmt: skip
 
 
 def main() -> None:

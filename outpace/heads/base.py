@@ -48,6 +48,7 @@ class Head(nn.Module):
     """Base of all kinds."""
 
     kind: ClassVar[str]
+    like_target: ClassVar[bool] = False  # its layers are like the target's last ones, and training starts from those
     spec: Spec
     ids: Tensor | None  # [draft vocab]: the target's id of each token that it can guess; None: they are the same
 

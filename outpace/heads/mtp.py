@@ -33,6 +33,7 @@ class Mtp(Recursive):
     """One head for all steps of multi-token prediction."""
 
     kind: ClassVar[str] = "mtp"
+    like_target: ClassVar[bool] = True
     entrance = MtpEntrance
 
     @classmethod

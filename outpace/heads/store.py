@@ -77,12 +77,18 @@ def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) 
 
 def load(folder: Path, lm: LM) -> Head:
     """The head in a folder: one of ours, or one that others published (docs/formats.md)."""
-    ends = ends_of(lm)
-    found = _ours(folder, lm) if (folder / CONFIG).exists() else formats.read(folder, ends, lm.stack)
-    spec, tensors = found.spec, found.tensors
-    ids = tensors.get("ids")
+    found = _ours(folder, lm) if (folder / CONFIG).exists() else formats.read(folder, ends_of(lm), lm.stack)
+    try:
+        return made(found.spec, found.tensors, lm)
+    except OutpaceError as error:
+        raise OutpaceError(f"the head in {folder} {error}") from error
+
+
+def made(spec: Spec, tensors: dict[str, Tensor], lm: LM) -> Head:
+    """A head for this target with these weights, which are copied."""
+    ends, ids = ends_of(lm), tensors.get("ids")
     head: Head = find_class(spec.kind)(ends, spec, ids if ids is None else ids.to(ends.embed.device))
-    _check(head, tensors, folder)
+    _check(head, tensors)
     head.load_state_dict(tensors, strict=False)
     return _placed(head, ends)
 
@@ -102,18 +108,16 @@ def _ours(folder: Path, lm: LM) -> Published:
     return Published(spec, load_file(folder / WEIGHTS))
 
 
-def _check(head: Head, tensors: dict[str, Tensor], folder: Path) -> None:
+def _check(head: Head, tensors: dict[str, Tensor]) -> None:
     own = head.own()
     said = {"lacks": set(own) - set(tensors), "has, and its kind does not,": set(tensors) - set(own)}
     for what, names in said.items():
         if names:
-            raise OutpaceError(f"the head in {folder} {what} {', '.join(sorted(names))}")
+            raise OutpaceError(f"{what} {', '.join(sorted(names))}")
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
-            raise OutpaceError(
-                f"the head in {folder}: {name} is {list(tensor.shape)}, and would be {list(own[name].shape)} by its "
-                "config and this model"
-            )
+            due = list(own[name].shape)
+            raise OutpaceError(f"has {name} of {list(tensor.shape)}, and by its config and this model it is {due}")
 
 
 def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:

@@ -37,7 +37,7 @@ def stack_of(model: PreTrainedModel) -> int:
 def save(model: PreTrainedModel, layers: Seq[int], tokenizer: Any, folder: Path, note: str) -> None:
     """Write a model of these layers; whole, or not at all."""
     check_output(folder)
-    part = _part(model, layers)
+    part = part_of(model, layers)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent)
@@ -45,7 +45,7 @@ def save(model: PreTrainedModel, layers: Seq[int], tokenizer: Any, folder: Path,
         raise OutpaceError(f"cannot write to {str(folder.parent)!r}: {error}") from error
     with scratch as path:
         written = Path(path) / "checkpoint"
-        _narrowed(part).save_pretrained(written)
+        narrowed(part, shortest(part)).save_pretrained(written)
         if tokenizer is not None:
             tokenizer.save_pretrained(written)
         (written / "README.md").write_text(note, encoding="utf-8")
@@ -56,7 +56,7 @@ def save(model: PreTrainedModel, layers: Seq[int], tokenizer: Any, folder: Path,
             raise OutpaceError(f"cannot put the checkpoint in place: {error}") from error
 
 
-def _part(model: PreTrainedModel, layers: Seq[int]) -> PreTrainedModel:
+def part_of(model: PreTrainedModel, layers: Seq[int]) -> PreTrainedModel:
     """The layers on the same tensors, with a config that says so."""
     stack = stack_of(model)
     try:
@@ -70,14 +70,19 @@ def _part(model: PreTrainedModel, layers: Seq[int]) -> PreTrainedModel:
     return part
 
 
-def _narrowed(part: PreTrainedModel) -> PreTrainedModel:
-    """In 16 bits where that loses nothing: a checkpoint that was read as float32 often had no more."""
-    given = list(part.parameters())
-    for dtype in (torch.bfloat16, torch.float16) if part.dtype.itemsize > 2 else ():
+def shortest(model: PreTrainedModel) -> torch.dtype:
+    """16 bits where that loses nothing: a checkpoint that was read as float32 often had no more."""
+    given = list(model.parameters())
+    for dtype in (torch.bfloat16, torch.float16) if model.dtype.itemsize > 2 else ():
         if all(torch.equal(p.to(dtype).to(p.dtype), p) for p in given):
-            short = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in given}
-            return copy.deepcopy(part, short)  # type: ignore[arg-type]
-    return part
+            return dtype
+    return model.dtype
+
+
+def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in this dtype; it shares what had it before."""
+    given = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, given)  # type: ignore[arg-type]
 
 
 @torch.no_grad()

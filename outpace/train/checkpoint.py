@@ -1,0 +1,70 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped, in one file that is whole or not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.errors import OutpaceError
+from outpace.train.settings import Settings, make
+
+FILE = "checkpoint.pt"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Where a run stands. Everything that is drawn depends on the seed and these numbers alone."""
+
+    step: int = 0  # updates made
+    epoch: int = 0
+    batches: int = 0  # of this epoch that were used
+    best: float | None = None  # tokens per pass, of the measurements so far
+    stale: int = 0  # measurements since then
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run at one moment."""
+
+    settings: Settings
+    reached: Reached
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        given = {
+            "settings": self.settings.to_dict(),
+            "reached": dataclasses.asdict(self.reached),
+            "weights": self.weights,
+            "optimizer": self.optimizer,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{FILE}-", dir=folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                torch.save(given, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, folder / FILE)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def read(folder: Path) -> Checkpoint:
+    """No code in the file is run."""
+    try:
+        found = torch.load(folder / FILE, map_location="cpu", weights_only=True)
+        given = dict(found["settings"])
+        settings = make(given.pop("kind"), given)
+        return Checkpoint(settings, Reached(**found["reached"]), found["weights"], found["optimizer"])
+    except (OSError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        raise OutpaceError(f"{str(folder / FILE)!r} is no checkpoint that can be taken up again: {error}") from error

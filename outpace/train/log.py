@@ -1,0 +1,75 @@
+"""The log of a run: a header, then one line for each step, so that a run can be watched, plotted and taken up again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.jsonl import read_lines
+from outpace.train.settings import Settings
+from outpace.train.validate import Figures
+from outpace.version import __version__
+
+FILE, FORMAT, VERSION = "log.jsonl", "outpace-train", 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step; step 0 is before the first."""
+
+    step: int
+    loss: float | None = None
+    acceptance: list[float] = field(default_factory=list)  # that the loss sees, of each token ahead
+    norm: float | None = None  # of the gradient, before it was clipped
+    rate: float | None = None
+    tokens: int = 0  # that counted
+    seconds: float = 0.0
+    measured: Figures | None = None  # after this step
+
+    @classmethod
+    def of(cls, line: dict[str, Any]) -> Point:
+        measured = line.pop("measured", None)
+        return cls(**line, measured=Figures(**measured) if measured else None)
+
+
+class Log:
+    """The file of a run."""
+
+    def __init__(self, folder: Path, settings: Settings):
+        self.path, self.settings = folder / FILE, settings
+
+    def begin(self, step: int) -> None:
+        """A new file, or the one that is there up to this step: what came after it is done again."""
+        kept = [point for point in read(self.path.parent) if point.step <= step] if step else []
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        header = {
+            "format": FORMAT, "version": VERSION, "settings": self.settings.to_dict(), "outpace": __version__,
+            "torch": torch.__version__, "transformers": version("transformers"),
+            "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }  # fmt: skip
+        lines = [header, *(asdict(point) for point in kept)]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+    def add(self, point: Point) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(point)) + "\n")
+
+
+def read(folder: Path) -> list[Point]:
+    return [Point.of(line) for line in _lines(folder)[1:]]
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """Names and values, as the run in this folder began."""
+    found: dict[str, Any] = _lines(folder)[0]["settings"]
+    return found
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return read_lines(folder / FILE, FORMAT, VERSION, "the log of a training run")

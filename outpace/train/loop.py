@@ -1,0 +1,197 @@
+"""The loop: batches in, updates of the weights out, and what the engine makes of them. The same for all kinds.
+
+All that is drawn depends on the seed and the step, so a run that was interrupted goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.errors import OutpaceError, UsageError
+from outpace.train import checkpoint
+from outpace.train.batches import Batch, batches
+from outpace.train.checkpoint import Checkpoint, Reached
+from outpace.train.log import Log, Point
+from outpace.train.recipes import Recipe
+from outpace.train.settings import Settings
+from outpace.train.validate import Split, measure
+from outpace.train.world import Trained, World
+
+BETAS = (0.9, 0.95)
+WARMUP = 0.03  # of all steps
+LOWEST = 0.1  # of the learning rate, where cosine ends
+
+
+def rate(settings: Settings, step: int) -> float:
+    """The learning rate of an update; the first is step 0."""
+    warmup = math.ceil(settings.steps * WARMUP) if settings.warmup < 0 else settings.warmup
+    if step < warmup:
+        return settings.rate * (step + 1) / warmup
+    if settings.schedule == "constant":
+        return settings.rate
+    done = (step - warmup) / max(settings.steps - warmup, 1)
+    return settings.rate * (LOWEST + (1 - LOWEST) * (1 + math.cos(math.pi * min(done, 1))) / 2)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A batch, and where the run stands once it was used."""
+
+    batch: Batch
+    epoch: int
+    batches: int
+
+
+@contextmanager
+def patiently() -> Iterator[Callable[[], bool]]:
+    """Let the step that runs end before Ctrl-C stops the run; a second one does not wait."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if here}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+class Loop:
+    """One run. Iterate over `run`: each step has its point."""
+
+    def __init__(self, recipe: Recipe, settings: Settings, texts: Split, world: World | None = None):
+        self.recipe, self.settings, self.texts, self.world = recipe, settings, texts, world or World()
+        self.folder, self.reached = Path(settings.output), Reached()
+        self.parameters = recipe.parameters()
+        self.device = self.parameters[0].device
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=settings.rate, betas=BETAS, weight_decay=settings.weight_decay
+        )
+        self.module = self.world.joined(Trained(recipe))
+        self.log = Log(self.folder, settings)
+
+    def resume(self) -> None:
+        """Go on from the checkpoint in the folder."""
+        found = checkpoint.read(self.folder)
+        changed = self.settings.differences(found.settings)
+        if changed:
+            was = ", ".join(f"{name} was {getattr(found.settings, name)!r}" for name in changed)
+            raise UsageError(f"this is not the run in {str(self.folder)!r}, where {was}")
+        self.recipe.restore(found.weights)
+        self.optimizer.load_state_dict(found.optimizer)
+        self.reached = found.reached
+
+    def run(self) -> Iterator[Point]:
+        """A point for each step, and one before the first. Ctrl-C leaves a checkpoint."""
+        settings = self.settings
+        if self.world.first:
+            self.log.begin(self.reached.step)
+        with patiently() as interrupted:
+            if not self.reached.step:
+                yield self._logged(self._measured(Point(0)))
+            drawn, stop = self._drawn(), False
+            while self.reached.step < settings.steps and not stop:
+                point = self._update([next(drawn) for _ in range(settings.accumulate)])
+                last = self.reached.step == settings.steps
+                if last or self.reached.step % settings.measured_every == 0:
+                    point = self._measured(point)
+                    stop = 0 < settings.patience <= self.reached.stale
+                asked = self.world.sum([float(interrupted())], self.device)[0] > 0
+                self._logged(point)
+                if last or stop or asked or self.reached.step % settings.save_every == 0:
+                    self._keep()
+                yield point
+                if asked:
+                    raise KeyboardInterrupt
+
+    def _drawn(self) -> Iterator[Drawn]:
+        """Batches without end, from where the run stands."""
+        settings, epoch, used = self.settings, self.reached.epoch, self.reached.batches
+        while True:
+            found = batches(self.texts.records, settings.batch, settings.length, settings.seed, epoch)
+            for count, batch in enumerate(found, start=1):
+                if count > used:
+                    yield Drawn(batch, epoch, count)
+            epoch, used = epoch + 1, 0
+
+    def _update(self, group: list[Drawn]) -> Point:
+        """One update of the weights, on the mean over all places that count in the batches of a group."""
+        start, step, world = time.perf_counter(), self.reached.step, self.world
+        parts = [world.part(drawn.batch) for drawn in group]
+        (total,) = world.sum([float(sum(count for _, count in parts))], self.device)
+        said = torch.zeros(1, dtype=torch.float64)  # loss, then acceptance of each token ahead
+        with self._seeded(step):
+            for index, (part, count) in enumerate(parts):
+                ours, share = part.to(self.device), count / max(total, 1)
+                with world.apart(self.module, index + 1 < len(parts)):
+                    lost = self.module(ours, step, self.settings.steps)
+                    (lost.loss * share * world.size).backward()
+                found = torch.cat([lost.loss.detach()[None], lost.acceptance.nan_to_num()]).double().cpu()
+                said = said + share * found
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip))
+        if not math.isfinite(norm):
+            raise OutpaceError(f"the gradient of step {step + 1} is not finite: try a lower lr, or another loss")
+        now = rate(self.settings, step)
+        for group_ in self.optimizer.param_groups:
+            group_["lr"] = now
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.reached = replace(self.reached, step=step + 1, epoch=group[-1].epoch, batches=group[-1].batches)
+        loss, *acceptance = world.sum(said.tolist(), self.device)
+        return Point(step + 1, loss, acceptance, norm, now, int(total), time.perf_counter() - start)
+
+    @contextmanager
+    def _seeded(self, step: int) -> Iterator[None]:
+        """Draw what this step draws, whatever was drawn before, and leave the state of the caller's draws alone."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(random.Random(f"{self.settings.seed}/{step}/{self.world.rank}").getrandbits(63))
+            yield
+
+    def _measured(self, point: Point) -> Point:
+        """Ask the engine, and save what was never better."""
+        if not self.texts.held_out:
+            return point
+        figures = measure(self.recipe.serve(), self.texts.held_out, self.settings) if self.world.first else None
+        figures = self.world.told(figures)
+        assert figures is not None
+        better = self.reached.best is None or figures.tokens_per_pass > self.reached.best
+        best = figures.tokens_per_pass if better else self.reached.best
+        self.reached = replace(self.reached, best=best, stale=0 if better else self.reached.stale + 1)
+        point = replace(point, measured=figures)
+        if better and self.world.first:
+            self._save(point)
+        return point
+
+    def _save(self, point: Point) -> None:
+        measured = point.measured and dataclasses.asdict(point.measured)
+        self.recipe.save(self.folder, {"steps": point.step, "measured": measured, "settings": self.settings.to_dict()})
+
+    def _logged(self, point: Point) -> Point:
+        if self.world.first:
+            self.log.add(point)
+        return point
+
+    def _keep(self) -> None:
+        """A checkpoint; without measurements, what is there is also the best there is."""
+        if not self.world.first:
+            return
+        if not self.texts.held_out:
+            self._save(Point(self.reached.step))
+        Checkpoint(self.settings, self.reached, self.recipe.state(), self.optimizer.state_dict()).write(self.folder)

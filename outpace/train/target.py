@@ -1,0 +1,56 @@
+"""Target: the model that is guessed for, as training reads it: its own law and states, without a gradient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outpace.errors import UsageError
+from outpace.models.base import LM
+from outpace.models.taps import twin
+from outpace.train.batches import Batch
+
+
+class Told(NamedTuple):
+    """What the target says about a batch."""
+
+    logits: Tensor  # [batch, tokens, vocab]: behind each token
+    hidden: Tensor | None  # [batch, tokens, taps * hidden]
+
+
+def module_of(lm: LM) -> PreTrainedModel:
+    """The Transformers model in an adapter."""
+    model = getattr(lm, "model", None)
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(f"training needs a Transformers model, and {type(lm).__name__} holds none")
+    return model
+
+
+class Target:
+    """A twin of the model, which stays as it is."""
+
+    def __init__(self, lm: LM):
+        self.model = twin(module_of(lm))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @torch.no_grad()
+    def tell(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> Told:  # [batch, tokens]
+        """One plain pass; texts are padded at the end, where nothing before it can see."""
+        out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=bool(taps))
+        hidden = torch.cat([out.hidden_states[tap] for tap in taps], dim=-1) if taps else None
+        return Told(out.logits, hidden)
+
+
+def answered(batch: Batch) -> Tensor:  # [batch, tokens]
+    """Behind which tokens the law is that of a token of an answer."""
+    return nn.functional.pad(batch.mask[:, 1:], (0, 1))
+
+
+def cooled(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1 else logits / temperature
