@@ -37,6 +37,7 @@ LAYERS = [
     {"loading"},
     {"train"},
     {"bench"},
+    {"train"},
     {"proof", "advise"},
     {"dropin", "display", "show", "cli", "__init__", "__main__"},
 ]

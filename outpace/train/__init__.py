@@ -1,1 +1,1 @@
-"""Training of what drafts: heads, early exits, small models. One loop, on a plain Transformers model."""
+"""Training: heads, early exits and drafts for one target, on texts that the target wrote itself."""

@@ -1,0 +1,177 @@
+"""Losses: how far the law of a draft is from that of its target, as what the target would accept, or as nats.
+
+With the target's law p and the draft's q, a guess that is drawn from q is accepted with probability
+
+    alpha = sum_v min(p(v), q(v))          the overlap; 1 - alpha is the total variation
+
+All losses come from one pass over the logits in tiles of some places each. No softmax outlives its tile: backward
+computes it again from the logits, which exist anyway, and two numbers of each place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence as Seq
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE = 1 << 24  # logits that are looked at together: 64 MB for each thing that is computed of them
+DECAY = 0.8  # weight of a step, relative to the one before it
+DOUBT = 3.0  # how fast "mixed" goes over from KL to TV as the overlap grows
+
+
+class Laws(NamedTuple):
+    """Logits of one step of all chains: place i of every step belongs to the same chain."""
+
+    draft: Tensor  # [places, vocab], with gradient
+    target: Tensor  # [places, vocab], or [rows, vocab] with `at`; at the temperature that is trained for
+    counts: Tensor | None = None  # [places], bool: places that count at this step; None: all
+    at: Tensor | None = None  # [places]: row of `target` that belongs to a place, so that steps can share one tensor
+
+
+class Lost(NamedTuple):
+    """What a loss says of a batch."""
+
+    loss: Tensor  # []
+    acceptance: Tensor  # [steps], detached: mean overlap of the places that count; nan where none does
+
+
+Loss: TypeAlias = Callable[[Seq[Laws]], Lost]
+
+
+class Compared(NamedTuple):
+    """A draft's law beside its target's; zeros where a place does not count."""
+
+    log_alpha: Tensor  # [places]: log of the overlap
+    cross: Tensor  # [places]: cross-entropy, in nats
+    entropy: Tensor  # [places]: of the target, without gradient
+
+    @property
+    def alpha(self) -> Tensor:
+        return self.log_alpha.exp()
+
+
+class _Compare(torch.autograd.Function):
+    """Overlap and cross-entropy with their gradients for the draft's logits z.
+
+    With S = sum of q over {q <= p}: d alpha / d z_j = q_j ([q_j <= p_j] - S), and d cross / d z_j = q_j - p_j.
+    The overlap is handled as its logarithm, whose gradient stays of order one however small it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, draft: Tensor, target: Tensor, counted: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        dtype = torch.promote_types(torch.promote_types(draft.dtype, target.dtype), torch.float32)
+        lowest = torch.finfo(dtype).min
+        sums = draft.new_zeros((2, len(draft)), dtype=dtype)  # log of the sum of exp: draft, target
+        log_alpha, share, cross, entropy = draft.new_zeros((4, len(draft)), dtype=dtype).unbind()
+        for places in _tiles(counted, draft.shape[1]):
+            q, p = draft[places].to(dtype), target[at[places]].to(dtype)  # [tile, vocab]
+            sums[:, places] = norms = torch.stack([q.logsumexp(-1), p.logsumexp(-1)])
+            q, p = q.sub_(norms[0, :, None]), p.sub_(norms[1, :, None])
+            # Laws that share no token at all have no gradient; -inf would make it nan.
+            log_alpha[places] = log = torch.minimum(q, p).logsumexp(-1).clamp(min=lowest)
+            share[places] = _within(q, p, log).sum(-1)
+            likely = p.exp()
+            entropy[places] = -(p.clamp_(min=lowest) * likely).sum(-1)
+            cross[places] = -(q.clamp_(min=lowest) * likely).sum(-1)
+        ctx.save_for_backward(draft, target, counted, at, sums, log_alpha, share)
+        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
+        return log_alpha, cross, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_alpha: Tensor | None, d_cross: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        draft, target, counted, at, sums, log_alpha, share = ctx.saved_tensors
+        grad = torch.zeros_like(draft)  # [places, vocab]
+        for places in _tiles(counted, draft.shape[1]):
+            q = draft[places].to(sums.dtype).sub_(sums[0, places, None])  # [tile, vocab]
+            p = target[at[places]].to(sums.dtype).sub_(sums[1, places, None])
+            found = torch.zeros_like(q)
+            if d_alpha is not None:
+                slope = _within(q, p, log_alpha[places]).sub_(q.exp().mul_(share[places, None]))
+                found += slope.mul_(d_alpha[places, None])
+            if d_cross is not None:
+                found += q.exp().sub_(p.exp()).mul_(d_cross[places, None])
+            grad[places] = found.to(grad.dtype)
+        return grad, None, None, None
+
+
+def _tiles(places: Tensor, vocab: int) -> Iterator[Tensor]:
+    yield from places.split(max(1, TILE // vocab))
+
+
+def _within(q: Tensor, p: Tensor, log_alpha: Tensor) -> Tensor:
+    """q / alpha where q <= p, zero elsewhere: never more than 1."""  # [tile, vocab] of logarithms
+    return torch.where(q <= p, q - log_alpha[:, None], -torch.inf).exp_()
+
+
+def compare(laws: Laws) -> Compared:
+    """Overlap and cross-entropy at every place."""
+    draft, target = laws.draft, laws.target.detach()
+    if draft.shape[1] != target.shape[1]:
+        raise ValueError(f"laws over {draft.shape[1]} and {target.shape[1]} tokens: restrict the target's to head.ids")
+    every = torch.arange(len(draft), device=draft.device)
+    counted = every if laws.counts is None else laws.counts.nonzero().flatten()
+    return Compared(*_Compare.apply(draft, target, counted, every if laws.at is None else laws.at))
+
+
+def alpha(draft: Tensor, target: Tensor) -> Tensor:
+    """The overlap of two laws given by logits, with a gradient for the first."""  # [places, vocab] x 2 -> [places]
+    return compare(Laws(draft, target)).alpha
+
+
+def _mean(values: Tensor, counts: Tensor) -> Tensor:
+    """Over the places that count; zero, but with a gradient, if there are none."""  # [places] x 2 -> []
+    return (values * counts).sum() / counts.sum().clamp(min=1)
+
+
+def _counts(laws: Laws) -> Tensor:
+    return laws.counts if laws.counts is not None else laws.draft.new_ones(len(laws.draft), dtype=torch.bool)
+
+
+def _acceptance(found: Seq[Compared], counts: Seq[Tensor]) -> Tensor:
+    means = [(step.alpha * places).sum() / places.sum() for step, places in zip(found, counts, strict=True)]
+    return torch.stack(means).detach()
+
+
+def _stepwise(of: Callable[[Compared], Tensor]) -> Loss:
+    """A loss of single places: their mean at each step, and of the steps a mean with weights that decay."""
+
+    def loss(steps: Seq[Laws]) -> Lost:
+        found, counts = [compare(laws) for laws in steps], [_counts(laws) for laws in steps]
+        weights = [DECAY**i for i in range(len(steps))]
+        means = [_mean(of(step), places) for step, places in zip(found, counts, strict=True)]
+        total = torch.stack([w * mean for w, mean in zip(weights, means, strict=True)]).sum() / sum(weights)
+        return Lost(total, _acceptance(found, counts))
+
+    return loss
+
+
+def _mixed(found: Compared) -> Tensor:
+    """KL, which always has a gradient, where the laws hardly overlap, and more and more TV where they do."""
+    kl = torch.exp(-DOUBT * found.alpha.detach())
+    return kl * (found.cross - found.entropy) + (1 - kl) * (1 - found.alpha)
+
+
+def _end_to_end(steps: Seq[Laws]) -> Lost:
+    """1 - the share of guesses that are accepted in a row: Bebop's 1 - (1/g) sum_j prod_{i<=j} alpha_i.
+
+    A chain ends at its first step that does not count; only steps before it are expected of it.
+    """
+    found, counts = [compare(laws) for laws in steps], [_counts(laws) for laws in steps]
+    alive = torch.stack(counts).cumprod(0).bool()  # [steps, places]
+    reached = torch.stack([step.log_alpha for step in found]).cumsum(0).exp()  # [steps, places]
+    return Lost(_mean(1 - reached, alive), _acceptance(found, counts))
+
+
+LOSSES: dict[str, Loss] = {
+    "ce": _stepwise(lambda found: found.cross),
+    "kl": _stepwise(lambda found: found.cross - found.entropy),
+    "tv": _stepwise(lambda found: 1 - found.alpha),
+    "nla": _stepwise(lambda found: -found.log_alpha),
+    "mixed": _stepwise(_mixed),
+    "e2e": _end_to_end,
+}
