@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence as Seq
+from collections.abc import Callable, Collection, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from outpace import text
 from outpace.api import Model
@@ -38,22 +38,31 @@ class Prompt:
     answer: str | None = None  # what a right answer contains
 
 
+Parse: TypeAlias = Callable[[dict[str, Any], int], Prompt]
+
+
 def load(path: str | Path | None = None, tasks: Collection[str] = (), limit: int | None = None) -> list[Prompt]:
     """Prompts of a JSONL file, or of our own set: of these tasks, or all, and at most `limit` of each."""
-    name = "prompts.jsonl" if path is None else str(path)
-    try:
-        source = resources.files("outpace.bench") / name if path is None else Path(path)
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutpaceError(f"cannot read the prompts: {error}") from error
-    found = list(_prompts(lines, name))
-    if not found:
-        raise UsageError(f"{name} has no prompts")
+    found = read(path)
     wanted = {ALIASES.get(task, task) for task in tasks} or {prompt.task for prompt in found}
     for task in wanted - {COPY}:
         if task not in (known := {prompt.task for prompt in found}):
             raise unknown("task", task, known | {COPY})
     return list(_first(found, wanted, limit))
+
+
+def read(path: str | Path | None = None, parse: Parse | None = None) -> list[Prompt]:
+    """All prompts of a file, or of our own set; `parse` makes one of a line's object and its number."""
+    name = "prompts.jsonl" if path is None else str(path)
+    try:
+        source = resources.files("outpace.bench") / name if path is None else Path(path)
+        lines = source.read_text(encoding="utf-8").split("\n")  # no other separator: texts may hold those
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutpaceError(f"cannot read the prompts: {error}") from error
+    found = list(_prompts(lines, name, parse or prompt_of))
+    if not found:
+        raise UsageError(f"{name} has no prompts")
+    return found
 
 
 def _first(prompts: Seq[Prompt], tasks: Collection[str], limit: int | None) -> Iterator[Prompt]:
@@ -64,7 +73,7 @@ def _first(prompts: Seq[Prompt], tasks: Collection[str], limit: int | None) -> I
             yield prompt
 
 
-def _prompts(lines: Seq[str], name: str) -> Iterator[Prompt]:
+def _prompts(lines: Seq[str], name: str, parse: Parse) -> Iterator[Prompt]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -72,12 +81,13 @@ def _prompts(lines: Seq[str], name: str) -> Iterator[Prompt]:
             given = json.loads(line)
             if not isinstance(given, dict):
                 raise ValueError("not a JSON object")
-            yield _prompt(given, number)
+            yield parse(given, number)
         except ValueError as error:
             raise UsageError(f"{name}, line {number}: {error}") from error
 
 
-def _prompt(given: dict[str, Any], number: int) -> Prompt:
+def prompt_of(given: dict[str, Any], number: int) -> Prompt:
+    """A prompt as a file of ours says it; `number` names it if nothing else does."""
     kinds = [kind for kind in ("prompt", "turns", "messages") if kind in given]
     if len(kinds) != 1:
         raise ValueError('needs one of "prompt" (text), "turns" (a list of texts) and "messages" (a chat)')

@@ -1,0 +1,210 @@
+"""Records: conversations to train on, as JSON lines under a header; a file that broke off is continued.
+
+{"format": "outpace-data", "version": 1, "model": {...}, "settings": {...}}
+{"id": "...", "prompt": 12, "tokens": [...]}     tokens of the prompt and of the answer; the first 12 are the prompt
+{"id": "...", "dropped": "why"}                  tried, and of no use
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.errors import OutpaceError, UsageError
+
+FORMAT, VERSION = "outpace-data", 1
+
+
+class Record(NamedTuple):
+    """A conversation up to an answer, with it."""
+
+    tokens: Tensor  # [tokens], int32
+    prompt: int  # so many of them come before the answer
+    id: str = ""
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt :].tolist()
+
+
+def read(paths: str | Path | Iterable[str | Path], vocab: int | None = None) -> list[Record]:
+    """The records of one or more files; a last line that was cut off is left out."""
+    every = [paths] if isinstance(paths, str | Path) else list(paths)
+    found = [record for path in every for record in _records(Path(path), vocab)]
+    if not found:
+        named = ", ".join(map(str, every)) or "no file"
+        raise UsageError(f"there are no records in {named}: `outpace train data` writes some")
+    return found
+
+
+def _records(path: Path, vocab: int | None) -> Iterator[Record]:
+    for number, line in _lines(path):
+        if "format" in line:
+            _known(path, line)
+        elif "dropped" not in line:
+            record = _record(path, number, line)
+            if vocab is not None and int(record.tokens.max()) >= vocab:
+                raise UsageError(
+                    f"{str(path)!r}, line {number} has token {int(record.tokens.max())}, and the vocabulary of the "
+                    f"model ends at {vocab - 1}: these texts are of another model"
+                )
+            yield record
+
+
+def _record(path: Path, number: int, line: dict[str, Any]) -> Record:
+    tokens, prompt = line.get("tokens"), line.get("prompt")
+    try:
+        made = Record(torch.tensor(tokens, dtype=torch.int32), int(prompt or 0), str(line.get("id", "")))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OutpaceError(f"{str(path)!r}, line {number} is no record: {error}") from error
+    if made.tokens.dim() != 1 or not 0 <= made.prompt < len(made.tokens) or int(made.tokens.min()) < 0:
+        raise OutpaceError(
+            f'{str(path)!r}, line {number} is no record: "tokens" is a list of ids, "prompt" how many of them are asked'
+        )
+    return made
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Objects and the numbers of their lines. A file may be large: only one line is held at a time."""
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if raw.strip():
+                    try:
+                        line = json.loads(raw)
+                    except ValueError as error:  # JSON's and Unicode's
+                        if not raw.endswith(b"\n"):
+                            return  # the run broke off while it was written
+                        raise OutpaceError(f"{str(path)!r}, line {number} is not JSON: {error}") from error
+                    if not isinstance(line, dict):
+                        raise OutpaceError(f"{str(path)!r}, line {number} is not a JSON object")
+                    yield number, line
+    except OSError as error:
+        raise OutpaceError(f"cannot read {str(path)!r}: {error}") from error
+
+
+def _known(path: Path, header: dict[str, Any]) -> None:
+    if header["format"] != FORMAT:
+        raise UsageError(f"{str(path)!r} is not a file of `outpace train data`")
+    if header.get("version", 0) > VERSION:
+        newer = f"{str(path)!r} has version {header['version']}, and this Outpace reads up to {VERSION}"
+        raise UsageError(f"{newer}: update it")
+
+
+class Kept:
+    """A file that is written record by record, and what it already had: `records` and `dropped`, by id."""
+
+    def __init__(self, path: str | Path, header: dict[str, Any]):
+        self.path = Path(path)
+        self.records: dict[str, Record] = {}
+        self.dropped: dict[str, str] = {}
+        header = {"format": FORMAT, "version": VERSION, **header}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab+")
+        except OSError as error:
+            raise OutpaceError(f"cannot write the records: {error}") from error
+        try:
+            _claim(self._file, self.path)
+            if self._continues(header):
+                self._read()
+            else:
+                self._write(header)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def add(self, record: Record) -> None:
+        self.records[record.id] = record
+        self._write({"id": record.id, "prompt": record.prompt, "tokens": record.tokens.tolist()})
+
+    def drop(self, name: str, why: str) -> None:
+        self.dropped[name] = why
+        self._write({"id": name, "dropped": why})
+
+    def _continues(self, header: dict[str, Any]) -> bool:
+        """Cut off a line that is not whole; False if nothing is left. Lines of another run are refused."""
+        self._file.seek(0)
+        start = self._file.readline()
+        ours = json.dumps({"format": FORMAT})[:-1].encode()
+        if not start.startswith(ours[: len(start)]):
+            raise UsageError(f"{str(self.path)!r} is not a file of `outpace train data`: choose another --output")
+        if not start.endswith(b"\n"):
+            self._file.truncate(0)
+            return False
+        self._file.truncate(_whole(self._file))
+        written = json.loads(start)
+        _known(self.path, written)
+        _same(self.path, written, header)
+        return True
+
+    def _read(self) -> None:
+        for number, line in _lines(self.path):
+            if "dropped" in line:
+                self.dropped[line["id"]] = line["dropped"]
+            elif "format" not in line:
+                record = _record(self.path, number, line)
+                self.records[record.id] = record
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _whole(file: IO[bytes]) -> int:
+    """Bytes up to the end of the last whole line."""
+    at = file.seek(0, 2)
+    while at > 0:
+        start = max(0, at - (1 << 16))
+        file.seek(start)
+        found = file.read(at - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        at = start
+    return 0
+
+
+def _claim(file: IO[bytes], path: Path) -> None:
+    """One writer at a time, where the system can tell."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"another process is writing {str(path)!r}: give each worker its --shard, or another --output"
+        ) from None
+    except OSError:
+        return  # a file system without locks
+
+
+def _same(path: Path, written: dict[str, Any], header: dict[str, Any]) -> None:
+    """Refuse to put texts of different laws into one file."""
+    for part in ("model", "settings"):
+        before, now = written.get(part, {}), header[part]
+        for key in now:
+            if not _alike(before.get(key), now[key]):
+                what = f"{part} {key}" if part == "model" else key
+                raise UsageError(
+                    f"{str(path)!r} was begun with {what}={before.get(key)!r:.60}, not {now[key]!r:.60}: "
+                    f"run it as it was begun, or choose another --output"
+                )
+
+
+def _alike(before: Any, now: Any) -> bool:
+    if isinstance(now, list) and isinstance(before, list) and len(now) == len(before):  # of weights, in any precision
+        return bool(torch.allclose(torch.tensor(now), torch.tensor(before), rtol=2e-2, atol=1e-3))
+    return bool(before == now)
