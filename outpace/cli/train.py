@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outpace.cli.common import Loading, app, load_model, pairs, reports_errors, stderr
 from outpace.cli.flags import AsJson
+from outpace.cli.train_data import data
 from outpace.errors import UsageError
 from outpace.train import settings as known
 
@@ -93,6 +94,7 @@ def _begun(output: str | None) -> dict[str, Any]:
     return log.settings(Path(output))
 
 
+train.command("data")(data)
 for _kind in known.KINDS:
     _command(_kind)
 
