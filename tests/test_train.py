@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,13 @@ def test_weights_are_kept_in_float32(kind: str, folder: Path, monkeypatch: pytes
     assert points[-1].loss is not None and points[1].loss is not None and points[-1].loss < points[1].loss
 
 
+def test_a_head_that_was_unrolled_can_still_draft(tiny: Model, folder: Path) -> None:
+    head = recipes.HeadRecipe(run_settings("mtp", folder), tiny, []).head
+    head.unroll(torch.zeros(1, 5, dtype=torch.long), torch.zeros(1, 5, 32), 2)
+    plain = tiny.generate([1, 2, 3], method="plain", max_tokens=8)
+    assert tiny.generate([1, 2, 3], method="mtp", head=head, max_tokens=8).tokens == plain.tokens
+
+
 # LayerSkip
 
 
@@ -381,28 +389,31 @@ def test_accumulated_batches_are_one_large_batch(toy: Model, folder: Path) -> No
     )
 
 
-def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun would start them; this process is the first."""
+    alone = toy_training.shared_run(tmp_path, World())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    together = tmp_path / "two"
-    together.mkdir()
-    started = []
-    for rank in range(2):
-        given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        environment = os.environ | given | {"MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.toy_training", str(together)]
-        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
-    alone = toy_training.shared_run(tmp_path, World())
-    for process in started:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-    one, other = (torch.load(together / f"rank{rank}.pt") for rank in range(2))
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    given = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "tests.toy_training", str(tmp_path)]
+    other = subprocess.Popen(command, cwd=ROOT, env=os.environ | given | {"RANK": "1", "LOCAL_RANK": "1"})
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("outpace.train.world.PATIENCE", timedelta(seconds=90))
+    world = World.join("cpu")
+    try:
+        together = toy_training.shared_run(tmp_path, world)
+        assert other.wait(60) == 0
+    finally:
+        world.leave()
+        other.kill()
+    ours, theirs = together.recipe.state(), torch.load(tmp_path / "rank1.pt")
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     expected = alone.recipe.state()
-    assert all(torch.allclose(value, expected[name], atol=1e-9) for name, value in one.items())
-    ours, theirs = log.read(tmp_path / "of1"), log.read(together / "of2")
-    assert [p.loss for p in theirs[1:]] == pytest.approx([p.loss for p in ours[1:]], rel=1e-9)
+    assert all(torch.allclose(value, expected[name], atol=1e-9) for name, value in ours.items())
+    one, two = log.read(tmp_path / "of1"), log.read(tmp_path / "of2")
+    assert [p.loss for p in two[1:]] == pytest.approx([p.loss for p in one[1:]], rel=1e-9)
 
 
 def test_a_process_without_a_row_computes_for_nothing(said: list[list[int]]) -> None:

@@ -136,11 +136,14 @@ class Recursive(Head, PreTrainedModel):
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
         states, chained, guessed = self.model.fuse(hidden), unrolled.Chained(), list[Guessed]()
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        self.config._attn_implementation = unrolled.NAME
-        for step in range(steps):
-            ahead = nn.functional.pad(tokens[:, 1 + step :], (0, 1 + step))
-            out = self.model(ahead, states, columns + step, chained=chained)
-            states = out.last_hidden_state
-            at = (columns + step + 1).expand_as(tokens)
-            guessed.append(Guessed(self.get_output_embeddings()(out.hidden_states[0]), at))
+        before, self.config._attn_implementation = self.config._attn_implementation, unrolled.NAME
+        try:
+            for step in range(steps):
+                ahead = nn.functional.pad(tokens[:, 1 + step :], (0, 1 + step))
+                out = self.model(ahead, states, columns + step, chained=chained)
+                states = out.last_hidden_state
+                at = (columns + step + 1).expand_as(tokens)
+                guessed.append(Guessed(self.get_output_embeddings()(out.hidden_states[0]), at))
+        finally:
+            self.config._attn_implementation = before  # a head drafts with another attention
         return guessed

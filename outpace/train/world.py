@@ -32,9 +32,11 @@ class World:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
-        on_gpu = torch.cuda.is_available() and device != "cpu"
+        on_gpu, local = torch.cuda.is_available() and device != "cpu", int(os.environ.get("LOCAL_RANK", "0"))
+        if on_gpu:
+            torch.cuda.set_device(local)
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
-        return cls(dist.get_rank(), size, int(os.environ.get("LOCAL_RANK", "0")) if on_gpu else 0)
+        return cls(dist.get_rank(), size, local)
 
     def leave(self) -> None:
         if self.size > 1:
