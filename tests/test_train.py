@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -127,6 +128,17 @@ def test_settings_from_a_file(tmp_path: Path) -> None:
         settings.read(path)
 
 
+def test_the_documentation_runs(toy: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "training.md").read_text()
+    (listed,), (source,) = (re.findall(rf"```{kind}\n(.*?)```", text, flags=re.DOTALL) for kind in ("yaml", "python"))
+    folder.with_name("run.yaml").write_text(listed)
+    assert settings.make("eagle3", settings.read(folder.with_name("run.yaml"))).draft_vocab == 16000
+    folder.with_name("texts.jsonl").rename(folder.with_name("data.jsonl"))
+    monkeypatch.chdir(folder.parent)
+    exec(source, {"lm": toy})
+    assert Path("head", store.WEIGHTS).exists()
+
+
 def test_every_head_can_be_trained() -> None:
     assert set(store.KINDS) <= set(settings.HEADS) <= set(settings.KINDS)
 
@@ -191,10 +203,11 @@ def test_mtp_starts_from_the_last_layer(tiny: Model, folder: Path) -> None:
     recipe = recipes.HeadRecipe(run_settings("mtp", folder), tiny, [])
     ours, theirs = recipe.head.model.layers[0], module_of(tiny.lm).model.layers[-1]
     assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
-    assert torch.equal(recipe.head.model.norm.weight, module_of(tiny.lm).model.norm.weight)
     assert ours.mlp.up_proj.weight is not theirs.mlp.up_proj.weight
     narrow = recipes.HeadRecipe(run_settings("mtp", folder, head={"feedforward": 16}), tiny, [])
     assert narrow.head.model.layers[0].mlp.up_proj.weight.shape == (16, 32)
+    fresh = recipes.HeadRecipe(run_settings("mtp", folder, inherit=False), tiny, [])
+    assert not torch.equal(fresh.head.model.layers[0].mlp.up_proj.weight, theirs.mlp.up_proj.weight)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class HeadRecipe:
             ids = frequent(records, given.draft_vocab, self.lm.vocab).to(self.target.device)
         sizes = {name: size for name, size in (("steps", given.ahead), ("layers", given.layers)) if size}
         head = store.fresh(kind, self.lm, ids, **sizes, **given.head)
-        if head.like_target:
+        if head.like_target and given.inherit:
             _inherit(head, self.target)
         return head
 
@@ -163,16 +163,14 @@ class HeadRecipe:
 
 @torch.no_grad()
 def _inherit(head: Head, target: Target) -> None:
-    """Start from the target's last layers and final norm, where names and shapes are the same."""
+    """Start from the target's last layers, where names and shapes are the same."""
     decoder, name = decoder_layers(target.model)
     theirs = dict(decoder.named_parameters())
     first = len(getattr(decoder, name)) - head.spec.layers
     for path, ours in head.named_parameters():
         if not ours.requires_grad:
             continue
-        parts = path.split(".")[1:]  # without the name of the decoder
-        if parts[0] == "layers":
-            parts[:2] = [name, str(first + int(parts[1]))]
-        given = theirs.get(".".join(parts))
+        _, stack, *parts = path.split(".")  # the name of the decoder, and of what it has
+        given = theirs.get(".".join([name, str(first + int(parts[0])), *parts[1:]])) if stack == "layers" else None
         if given is not None and given.shape == ours.shape:
             ours.copy_(given)
