@@ -8,6 +8,7 @@ from outpace.errors import OutpaceError, RequestFailed, UnsupportedModel, UsageE
 from outpace.loading import load, wrap
 from outpace.policy import Policy
 from outpace.registry import METHODS, POLICIES
+from outpace.rollout import Rollout, rollout
 from outpace.sample import Sampling
 from outpace.sequence import Sequence, Step
 from outpace.stats import Stats
@@ -29,6 +30,7 @@ __all__ = [
     "Policy",
     "Request",
     "RequestFailed",
+    "Rollout",
     "Sampling",
     "Sequence",
     "Stats",
@@ -41,5 +43,6 @@ __all__ = [
     "__version__",
     "custom_generate",
     "load",
+    "rollout",
     "wrap",
 ]

@@ -45,6 +45,7 @@ class Request:
     ignore_eos: bool = False
     banned: Seq[str | Seq[int]] = ()  # words, or token sequences, that must not appear
     logprobs: int | None = None
+    processed_logprobs: bool = False  # of the law that was sampled, after all settings, not of the model's own
     n: int = 1
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -222,7 +223,9 @@ class Model:
         drafter = self.method(request)
         return Sequence(
             tokens=tokens,
-            limits=Limits(min(request.max_tokens, room), request.min_tokens, stops, request.logprobs),
+            limits=Limits(
+                min(request.max_tokens, room), request.min_tokens, stops, request.logprobs, request.processed_logprobs
+            ),
             sampler=Sampler(request.sampling, build(request.sampling, rules, len(tokens), self.lm.vocab), stream),
             drafter=drafter,
             verifier=self._named(request.verifier or drafter.verifier, registry.verifier),

@@ -173,13 +173,18 @@ class SelfDrafting(Growing):
         super().__post_init__()
         self._target: LM | None = None
         self._lm: LM | None = None
+        self._version = 0  # of the target's weights
 
     def make(self, target: LM, tokens: list[int]) -> LM:
         """The draft of this target; `tokens` are the first prompt, on which layers may be chosen."""
         raise NotImplementedError
 
     def open(self, seq: Sequence) -> None:
-        self.lm(seq)
+        lm = self.lm(seq)
+        assert seq.target is not None
+        if self._version != seq.target.version:
+            self._version = seq.target.version
+            lm.refresh()
 
     def lm(self, seq: Sequence) -> LM:
         if self._lm is None or self._target is not seq.target:
@@ -187,6 +192,7 @@ class SelfDrafting(Growing):
             if seq.target.stack < 2:
                 raise UnsupportedModel(f"{self.name}: this model has no layers of which some could draft for it")
             self._lm, self._target = self.make(seq.target, seq.tokens[-TEXT:]), seq.target
+            self._version = seq.target.version
         return self._lm
 
 

@@ -162,6 +162,12 @@ class Sampler:
             return torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, logits.argmax(), 1.0)
         return logits.double().softmax(-1)
 
+    def log_law(self, logits: Tensor, prefix: list[int]) -> Tensor:
+        """The logarithms of `law`, precise for unlikely tokens too."""  # [vocab] -> [vocab]
+        if self.greedy:
+            return self.law(logits, prefix).log()
+        return self.shape(logits, prefix).double().log_softmax(-1)
+
     def uniform(self, *counters: int) -> float:
         return uniform(self.seed, *counters)
 

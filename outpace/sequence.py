@@ -35,11 +35,12 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probabilities under the model's own law, before any sampling setting."""
+    """Log-probabilities under the model's own law, before any sampling setting, or under the law that was sampled."""
 
     token: int
     logprob: float
     top: dict[int, float]
+    entropy: float  # of that law, in nats
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Limits:
     min_tokens: int = 0
     stop_tokens: frozenset[int] = frozenset()
     logprobs: int | None = None  # how many top tokens to report; None reports nothing
+    processed: bool = False  # report the law that was sampled, after all settings, not the model's own
 
 
 @dataclass
@@ -124,9 +126,12 @@ class Sequence:
 
     def push(self, token: int, logits: Tensor) -> bool:
         """Commit one token, chosen from the model's raw `logits`; True when the request ends with it."""  # [vocab]
-        self.tokens.append(token)
         if self.limits.logprobs is not None:
-            self.logprobs.append(_logprob(token, logits, self.limits.logprobs))
+            law = (
+                self.sampler.log_law(logits, self.tokens) if self.limits.processed else logits.double().log_softmax(-1)
+            )
+            self.logprobs.append(_logprob(token, law, self.limits.logprobs))
+        self.tokens.append(token)
         enough = len(self.tokens) - self.prompt_length >= self.limits.min_tokens
         if self.watcher is not None:
             self.watcher.push(token)
@@ -155,8 +160,7 @@ def first_difference(a: Seq[Any], b: Seq[Any]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _logprob(token: int, logits: Tensor, count: int) -> Logprob:
-    logprobs = torch.log_softmax(logits.double(), dim=-1)
-    top = torch.topk(logprobs, min(count, logprobs.numel()))
+def _logprob(token: int, law: Tensor, count: int) -> Logprob:  # [vocab], logarithms
+    top = torch.topk(law, min(count, law.numel()))
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return Logprob(token, logprobs[token].item(), dict(pairs))
+    return Logprob(token, law[token].item(), dict(pairs), torch.special.entr(law.exp()).sum().item())

@@ -86,6 +86,13 @@ class Translated:
     def clear(self) -> None:
         self.lm.clear()
 
+    @property
+    def version(self) -> int:
+        return self.lm.version
+
+    def refresh(self) -> None:
+        self.lm.refresh()
+
     def hidden(self, row: int) -> Tensor | None:
         return self.lm.hidden(row)
 

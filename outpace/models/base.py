@@ -91,6 +91,13 @@ class LM(Protocol):
     def clear(self) -> None:
         """Forget what idle rows hold: the next request is computed from its first token on."""
 
+    @property
+    def version(self) -> int:
+        """Of its weights, counted by `refresh`."""
+
+    def refresh(self) -> None:
+        """The weights have changed, in place: use nothing that came of the old ones."""
+
     def hidden(self, row: int) -> Tensor | None:
         """Hidden states of the committed tokens, for a row acquired with taps."""  # [tokens, taps]
 
@@ -137,6 +144,7 @@ class SlotLM(ABC):
     trees: bool = True
     asynchronous: bool = False
     stack: int = 0
+    version: int = 0
     ends: Ends | None = None
     chunk: int = CHUNK
 
@@ -200,6 +208,10 @@ class SlotLM(ABC):
         for index, row in enumerate(self.rows):
             if not row.busy:
                 self._truncate(index, row, self.crop(index, 0))
+
+    def refresh(self) -> None:
+        self.clear()
+        self.version += 1
 
     def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
         for wanted, index in zip(tokens, rows, strict=True):

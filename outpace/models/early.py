@@ -83,6 +83,13 @@ class EarlyLM:
     def clear(self) -> None:
         self.whole.clear()
 
+    @property
+    def version(self) -> int:
+        return self.whole.version
+
+    def refresh(self) -> None:
+        """It has neither rows nor weights of its own."""
+
     def hidden(self, row: int) -> Tensor | None:
         return None
 

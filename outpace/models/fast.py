@@ -121,6 +121,14 @@ class FastLM(PackedLM):
     def fingerprint(self) -> str:
         return f"{super().fingerprint}, {self.halves.bytes} in halves"
 
+    def refresh(self) -> None:
+        super().refresh()
+        if self.most_tokens and self.halves.stale(self.view):
+            logger.warning(
+                "%s runs eagerly from now on: it has copies of weights that changed", type(self.model).__name__
+            )
+            self.most_tokens = 0
+
     def memory(self, tokens: int) -> Memory:
         found = super().memory(tokens)
         return replace(found, weights=found.weights + self.halves.bytes)

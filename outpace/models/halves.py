@@ -66,6 +66,15 @@ class Halves:
             if copy is not None:
                 setattr(parent, name, HalfLinear(child, copy))
 
+    def stale(self, model: nn.Module) -> bool:
+        """Whether any weight of this model is no longer the one that was copied."""
+        weights = [layer.weight.detach() for layer in model.modules() if type(layer) is nn.Linear]
+        return bool(self._copies) and any(self._changed(weight) for weight in weights)
+
+    def _changed(self, weight: Tensor) -> bool:
+        copy = self._copies.get(weight.data_ptr(), weight.new_empty(0))
+        return copy is not None and not torch.equal(copy.to(weight.dtype), weight)
+
     def _of(self, weight: Tensor) -> Tensor | None:
         address = weight.data_ptr()
         if address not in self._copies:

@@ -1,0 +1,238 @@
+"""GRPO with speculative rollouts: SmolLM2 learns small sums from a rule, and an MTP head that is frozen drafts for it.
+
+    python examples/grpo.py --head FOLDER --steps 40 --plot build/grpo.png      # a head of `outpace train mtp`
+    python examples/grpo.py --tiny                                             # a random model, in seconds
+
+Every step draws a group of answers to each of a few questions, scores them by the rule, and moves the policy towards
+those that are better than the others of their group. What is printed of each step: the mean reward, the entropy of the
+policy, how many guesses at each position were accepted, and how far the log-probabilities of the rollouts are from
+those of the model that is trained, which would show at once if other weights were served than those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import outpace
+from outpace.rollout import Rollout, merged
+
+Reward = Callable[[Rollout], float]
+IGNORED = 0  # any token: what pads a batch is masked
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and the rule by which an answer to it is scored."""
+
+    prompt: Any
+    reward: Reward
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is printed of a step."""
+
+    step: int
+    reward: float
+    entropy: float  # nats per token
+    acceptance: list[float]  # by the position of a guess
+    tokens_per_pass: float
+    drift: float  # largest difference of log-probabilities between the rollouts and the model, before it moves
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples side by side, padded on the right."""
+
+    tokens: Tensor  # [samples, longest]: prompt and answer
+    answer: Tensor  # [samples, longest - 1]: which of the tokens from the second on were drawn
+    logprobs: Tensor  # [samples, longest - 1]: what they were drawn with
+    advantages: Tensor  # [samples]
+
+
+def sums(rng: random.Random, count: int) -> list[Question]:
+    """Small sums: a right number is worth 1, any number a tenth."""
+
+    def question(a: int, b: int) -> Question:
+        def reward(answer: Rollout) -> float:
+            numbers = re.findall(r"\d+", answer.text)
+            return (1.0 if numbers[0] == str(a + b) else 0.1) if numbers else 0.0
+
+        text = f"What is {a} + {b}? Answer with the number only."
+        return Question([{"role": "user", "content": text}], reward)
+
+    return [question(rng.randint(1, 20), rng.randint(1, 20)) for _ in range(count)]
+
+
+def evens(rng: random.Random, count: int) -> list[Question]:
+    """For a model without a tokenizer: the share of even tokens."""
+
+    def reward(answer: Rollout) -> float:
+        return sum(token % 2 == 0 for token in answer.tokens) / len(answer.tokens)
+
+    return [Question([rng.randrange(64) for _ in range(4)], reward) for _ in range(count)]
+
+
+def advantages(rewards: Seq[float], group: int) -> Tensor:  # [samples]
+    """Better or worse than the others of the group, in standard deviations."""
+    scored = torch.tensor(rewards).view(-1, group)
+    return ((scored - scored.mean(1, keepdim=True)) / (scored.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+def collate(rollouts: Seq[Rollout], gains: Tensor, device: torch.device) -> Batch:
+    longest = max(len(r.prompt_tokens) + len(r.tokens) for r in rollouts)
+    tokens = torch.full((len(rollouts), longest), IGNORED)
+    answer = torch.zeros(len(rollouts), longest - 1, dtype=torch.bool)
+    logprobs = torch.zeros(len(rollouts), longest - 1)
+    for i, r in enumerate(rollouts):
+        start, end = len(r.prompt_tokens), len(r.prompt_tokens) + len(r.tokens)
+        tokens[i, :end] = torch.tensor(r.prompt_tokens + r.tokens)
+        answer[i, start - 1 : end - 1] = True
+        logprobs[i, start - 1 : end - 1] = torch.tensor(r.logprobs)
+    return Batch(tokens.to(device), answer.to(device), logprobs.to(device), gains.to(device))
+
+
+def judged(model: Any, tokens: Tensor, temperature: float) -> Tensor:  # [samples, longest - 1]
+    """What the model gives each token, in the law from which rollouts are drawn."""
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits.float() / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+def loss_of(logprobs: Tensor, batch: Batch, clip: float) -> Tensor:
+    """The clipped objective, summed over the tokens that were drawn."""
+    ratio = (logprobs - batch.logprobs).exp()
+    gains = batch.advantages[:, None]
+    gained = torch.minimum(ratio * gains, ratio.clamp(1 - clip, 1 + clip) * gains)
+    return -(gained * batch.answer).sum()
+
+
+def learn(model: Any, optimizer: torch.optim.Optimizer, batches: Seq[Batch], given: argparse.Namespace) -> float:
+    """A few passes over the samples; how far the first one was from what they were drawn with."""
+    drift, count = 0.0, sum(int(batch.answer.sum()) for batch in batches)
+    for epoch in range(given.epochs):
+        for batch in batches:
+            logprobs = judged(model, batch.tokens, given.temperature)
+            if epoch == 0:
+                drift = max(drift, float(((logprobs - batch.logprobs).detach() * batch.answer).abs().max()))
+            (loss_of(logprobs, batch, given.clip) / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return drift
+
+
+def train(model: Any, lm: outpace.Model, task: Callable[..., list[Question]], given: argparse.Namespace) -> list[Row]:
+    console, rows = Console(), list[Row]()
+    rng = random.Random(given.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, weight_decay=0.0)
+    speculation = {"method": given.method, "verifier": given.verifier, **({"head": given.head} if given.head else {})}
+    for step in range(given.steps):
+        questions = task(rng, given.prompts)
+        rollouts = outpace.rollout(
+            lm, [q.prompt for q in questions], given.group, temperature=given.temperature,
+            max_tokens=given.max_tokens, seed=given.seed + step, **speculation,
+        )  # fmt: skip
+        rewards = [questions[r.prompt].reward(r) for r in rollouts]
+        gains = advantages(rewards, given.group)
+        parts = [slice(i, i + given.micro) for i in range(0, len(rollouts), given.micro)]
+        drift = learn(model, optimizer, [collate(rollouts[p], gains[p], model.device) for p in parts], given)
+        stats, entropies = merged(rollouts), [e for r in rollouts for e in r.entropies]
+        rows.append(
+            Row(
+                step, sum(rewards) / len(rewards), sum(entropies) / len(entropies), stats.acceptance_by_depth,
+                stats.tokens_per_pass, drift,
+            )
+        )  # fmt: skip
+        console.print(line(rows[-1]), highlight=False, soft_wrap=True)
+    return rows
+
+
+def line(row: Row) -> str:
+    accepted = " ".join(f"{share:.2f}" for share in row.acceptance)
+    return (
+        f"step {row.step:3}  reward {row.reward:.3f}  entropy {row.entropy:.2f}  accepted {accepted}  "
+        f"{row.tokens_per_pass:.2f} tokens per pass  drift {row.drift:.1e}"
+    )
+
+
+def plot(rows: Seq[Row], path: Path) -> None:
+    """Acceptance of the first guess against the entropy of the policy, a point for each step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drafted = [row for row in rows if row.acceptance]
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    x, y = [row.entropy for row in drafted], [row.acceptance[0] for row in drafted]
+    points = axes.scatter(x, y, c=[row.step for row in drafted], cmap="viridis")
+    figure.colorbar(points, label="step")
+    axes.set(xlabel="entropy of the policy (nats per token)", ylabel="first guesses accepted", ylim=(0, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def tiny() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    config = LlamaConfig(
+        vocab_size=64, num_hidden_layers=2, initializer_range=0.3, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=None, **shape,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def arguments(words: Seq[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny random model and a rule on its tokens")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="shelf name, folder or hub id")
+    parser.add_argument("--head", help='folder of the head, or "random"; default: the one that came with us')
+    parser.add_argument("--method", default="mtp")
+    parser.add_argument("--verifier", default="residual")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--prompts", type=int, default=4, help="questions in each step")
+    parser.add_argument("--group", type=int, default=8, help="answers to each question")
+    parser.add_argument("--micro", type=int, default=8, help="answers in each pass of the training")
+    parser.add_argument("--epochs", type=int, default=1, help="optimiser steps on the same answers")
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--clip", type=float, default=0.2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="write acceptance against entropy to this file")
+    given = parser.parse_args(words)
+    given.steps = given.steps or (4 if given.tiny else 40)
+    given.lr = given.lr or (1e-2 if given.tiny else 5e-6)
+    return given
+
+
+def main(words: Seq[str] | None = None) -> list[dict[str, Any]]:
+    given = arguments(words)
+    if given.tiny:
+        model = tiny()
+        lm, task, given.head = outpace.wrap(model, eager=True), evens, given.head or "random"
+    else:
+        # `eager`: on a CPU compiled passes read copies of the weights in half the bytes, which training leaves behind.
+        lm, task = outpace.load(given.model, eager=True), sums
+        model = lm.lm.model  # type: ignore[attr-defined]
+    rows = train(model, lm, task, given)
+    if given.plot is not None:
+        plot(rows, given.plot)
+    return [asdict(row) for row in rows]
+
+
+if __name__ == "__main__":
+    main()
