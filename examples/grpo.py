@@ -1,4 +1,4 @@
-"""GRPO with speculative rollouts: SmolLM2 learns small sums from a rule, and an MTP head that is frozen drafts for it.
+"""GRPO with speculative rollouts: SmolLM2 learns to count from a rule, and an MTP head that is frozen drafts for it.
 
     python examples/grpo.py --head FOLDER --steps 40 --plot build/grpo.png      # a head of `outpace train mtp`
     python examples/grpo.py --tiny                                             # a random model, in seconds
@@ -27,6 +27,7 @@ import outpace
 from outpace.rollout import Rollout, merged
 
 Reward = Callable[[Rollout], float]
+EXAMPLE = [{"role": "user", "content": "Count from 3 to 7."}, {"role": "assistant", "content": "3, 4, 5, 6, 7"}]
 IGNORED = 0  # any token: what pads a batch is masked
 
 
@@ -60,18 +61,23 @@ class Batch:
     advantages: Tensor  # [samples]
 
 
-def sums(rng: random.Random, count: int) -> list[Question]:
-    """Small sums: a right number is worth 1, any number a tenth."""
+def counts(rng: random.Random, count: int) -> list[Question]:
+    """Count from one number to another: the share of the answer's numbers that are right before the first wrong one."""
 
-    def question(a: int, b: int) -> Question:
+    def question(first: int, last: int) -> Question:
+        wanted = [str(number) for number in range(first, last + 1)]
+
         def reward(answer: Rollout) -> float:
-            numbers = re.findall(r"\d+", answer.text)
-            return (1.0 if numbers[0] == str(a + b) else 0.1) if numbers else 0.0
+            said = re.findall(r"\d+", answer.text)
+            pairs = enumerate(zip(said, wanted, strict=False))
+            right = next((i for i, (a, b) in pairs if a != b), min(len(said), len(wanted)))
+            return right / max(len(said), len(wanted))
 
-        text = f"What is {a} + {b}? Answer with the number only."
-        return Question([{"role": "user", "content": text}], reward)
+        asked = {"role": "user", "content": f"Count from {first} to {last}."}
+        return Question([*EXAMPLE, asked], reward)
 
-    return [question(rng.randint(1, 20), rng.randint(1, 20)) for _ in range(count)]
+    starts = [rng.randint(1, 40) for _ in range(count)]
+    return [question(start, start + rng.randint(4, 8)) for start in starts]
 
 
 def evens(rng: random.Random, count: int) -> list[Question]:
@@ -207,7 +213,7 @@ def arguments(words: Seq[str] | None) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8, help="answers to each question")
     parser.add_argument("--micro", type=int, default=8, help="answers in each pass of the training")
     parser.add_argument("--epochs", type=int, default=1, help="optimiser steps on the same answers")
-    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--clip", type=float, default=0.2)
@@ -226,7 +232,7 @@ def main(words: Seq[str] | None = None) -> list[dict[str, Any]]:
         lm, task, given.head = outpace.wrap(model, eager=True), evens, given.head or "random"
     else:
         # `eager`: on a CPU compiled passes read copies of the weights in half the bytes, which training leaves behind.
-        lm, task = outpace.load(given.model, eager=True), sums
+        lm, task = outpace.load(given.model, eager=True), counts
         model = lm.lm.model  # type: ignore[attr-defined]
     rows = train(model, lm, task, given)
     if given.plot is not None:
