@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typer.testing import CliRunner
 
 from outpace.api import Model
@@ -269,6 +270,22 @@ def test_a_published_head_drafts(name: str, tmp_path: Path, target: Model) -> No
         text += piece.tokens
     assert text[len(TOKENS) :] == plain
     assert checked > 5
+
+
+def test_rotations_are_those_of_the_head(tmp_path: Path, target: Model) -> None:
+    """In every precision, and stretched from the length that the head was made for."""
+    tensors = {midlayer(n): t for n, t in eagle_tensors().items()}
+    for name, scaling in ("plain", None), ("yarn", {"rope_type": "yarn", "factor": 4.0}):
+        config = eagle_config(rope_scaling=scaling)
+        head = store.load(write(tmp_path / name, config, tensors), target.lm)
+        expected = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=DIM, max_position_embeddings=2048,
+                rope_parameters={**(scaling or {"rope_type": "default"}), "rope_theta": THETA},
+            )
+        )  # fmt: skip
+        half = head.to(torch.bfloat16).model.rotary_emb  # type: ignore[union-attr]
+        assert torch.equal(half.inv_freq, expected.inv_freq) and half.attention_scaling == expected.attention_scaling
 
 
 # Models' own MTP layers.
