@@ -18,6 +18,10 @@ class UnsupportedModel(OutpaceError):
     """This model cannot be used here; the message names it and says why."""
 
 
+class Headless(UnsupportedModel, UsageError):
+    """No head can draft for this model, or none that was trained for it is there."""
+
+
 class RequestFailed(OutpaceError):
     """One request could not go on; others in its batch are not touched."""
 

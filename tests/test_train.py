@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from outpace.train.batches import Batch
-from outpace.train.records import Record
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -30,7 +28,9 @@ from outpace.heads import store
 from outpace.heads.base import Guessed
 from outpace.loading import wrap
 from outpace.train import checkpoint, exits, log, plot, recipes, settings, validate
+from outpace.train.batches import Batch
 from outpace.train.loop import Loop, rate
+from outpace.train.records import Record
 from outpace.train.run import prepare
 from outpace.train.target import module_of
 from outpace.train.whole import DraftRecipe, LayerSkipRecipe

@@ -41,10 +41,13 @@ class Spec:
 
 
 def specs(given: Seq[str], draft: bool) -> list[Spec]:
-    """The methods to run, plain first; without names, all lossless ones that can run with what there is."""
+    """The methods to run, plain first; without names, all lossless ones that can run with what there is. Trained heads
+    have to be named: most models have none."""
     able = {"draft"} if draft else set[str]()
     names = list(given) or [
-        name for name in registry.methods() if _needs(name) <= able and registry.find(name).lossless
+        name
+        for name in registry.methods()
+        if _needs(name) <= able and registry.find(name).lossless and "head" not in registry.options(registry.find(name))
     ]
     found = [Spec.parse(text) for text in dict.fromkeys([PLAIN, *names])]
     for spec in found:

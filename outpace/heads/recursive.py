@@ -32,8 +32,10 @@ def shape(ends: Ends, spec: Spec) -> PreTrainedConfig:
         return parts.alone(target)
     given: dict[str, Any] = {"num_attention_heads": max(1, hidden // 64), "num_key_value_heads": max(1, hidden // 64)}
     given |= {n: getattr(target, n) for n in COPIED if getattr(target, n, None) is not None} if target else {}
-    if given.get("rope_parameters", {}).get("rope_type", "default") not in ("default", "llama3", "linear"):
-        given.pop("rope_parameters")  # a head is short-sighted enough for plain rotations
+    rope = given.pop("rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # where kinds of layers turn differently
+    if rope and rope.get("rope_type", "default") in ("default", "llama3", "linear"):
+        given["rope_parameters"] = rope  # else a head is short-sighted enough for plain rotations
     wide = getattr(target, "intermediate_size", None) or 4 * hidden
     return parts.KNOWN[spec.parts].config(
         vocab_size=ends.vocab, hidden_size=hidden, intermediate_size=spec.feedforward or wide,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outpace.errors import OutpaceError, UsageError, unknown
+from outpace.errors import Headless, OutpaceError, UsageError, unknown
 from outpace.heads import formats, native
 from outpace.heads.base import Head, Spec
 from outpace.heads.formats import Published
@@ -42,7 +42,7 @@ def find_class(kind: str) -> Any:
 
 def ends_of(lm: LM) -> Ends:
     if lm.ends is None or not lm.stack:
-        raise UsageError("heads need a model whose embeddings and output are plain matrices, and this one has none")
+        raise Headless("heads need a model whose embeddings and output are plain matrices, and this one has none")
     return lm.ends
 
 
@@ -138,7 +138,7 @@ def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
     own = native.folder_of(ends_of(lm)) if kind == native.KIND else None
     if own is not None:
         return load(own, lm)
-    raise UsageError(
+    raise Headless(
         f"no {kind} head for this model came with us; pass head=FOLDER, train one with `outpace train {kind} MODEL`, "
         f"or try head={RANDOM}, which guesses badly"
     )

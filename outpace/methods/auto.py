@@ -30,17 +30,17 @@ class Auto(Drafter):
 
     policy = "auto"
     draft: LM | None = None
-    candidates: str = "suffix+recycling"  # methods that need no model
+    candidates: str = "suffix+recycling"  # methods that guess without a pass per level, "name:option=value" each
     _parts: list[Drafter] = field(init=False, repr=False)
     _shapes: list[Budget] = field(init=False, repr=False)
     _model: Drafter | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        names = [name.strip() for name in self.candidates.split("+") if name.strip()]
-        wrong = [name for name in names if name == "auto" or _asks_a_model(registry.find(name))]
+        named = [registry.parse(spec) for spec in self.candidates.split("+") if spec.strip()]
+        wrong = [name for name, _ in named if name == "auto" or _asks_a_model(registry.find(name))]
         if wrong:
             raise UsageError(f"{wrong[0]!r} cannot be a candidate of auto: it takes methods that need no model")
-        self._parts = [registry.method(name, **FREER.get(name, {})) for name in names]
+        self._parts = [registry.method(name, **FREER.get(name, {}) | options) for name, options in named]
         self._shapes = [part.shape for part in self._parts]
         self.shape = Budget(
             max((shape.depth for shape in self._shapes), default=8),
@@ -56,12 +56,16 @@ class Auto(Drafter):
     def open(self, seq: Sequence) -> None:
         for part in self._parts:
             part.open(seq)
+        read = {part.taps: part.name for part in self._parts if part.taps}
+        if len(read) > 1:
+            raise UsageError(f"{' and '.join(read.values())} read different hidden states and cannot both guess here")
+        self.taps = next(iter(read), ())
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         return self.propose_batch([seq], [budget])[0]
 
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
-        trees = [self._retrieve(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        trees = self._retrieve(seqs, budgets)
         asked = [i for i, budget in enumerate(budgets) if self._model is not None and budget.asked]
         if self._model is not None and asked:
             alike = [replace(budgets[i], width=self._model.shape.width) for i in asked]
@@ -71,14 +75,18 @@ class Auto(Drafter):
                 trees[i] = tree if tree.probs else merge(trees[i], tree, self._model.name)
         return trees
 
-    def _retrieve(self, seq: Sequence, budget: Budget) -> Tree:
-        seq.memory(self, list[bool])[:] = [True]
-        tree = Tree([seq.tokens[-1]])
+    def _retrieve(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
+        trees = [Tree([seq.tokens[-1]]) for seq in seqs]
         for part, shape in zip(self._parts, self._shapes, strict=True):
-            own = Budget(min(budget.depth, shape.depth), min(budget.nodes, shape.nodes), min(budget.width, shape.width))
-            merge(tree, part.propose(seq, own), part.name)
-            tree.signals.clear()  # only a draft model's are left, so that they tell which nodes are its
-        return tree
+            own = [
+                Budget(min(b.depth, shape.depth), min(b.nodes, shape.nodes), min(b.width, shape.width)) for b in budgets
+            ]
+            for tree, found in zip(trees, part.propose_batch(seqs, own), strict=True):
+                merge(tree, found, part.name)
+                tree.signals.clear()  # only a draft model's are left, so that they tell which nodes are its
+        for seq in seqs:
+            seq.memory(self, list[bool])[:] = [True]
+        return trees
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         """Learn, unless nobody was asked: while guessing is off it should cost nothing."""
