@@ -28,11 +28,15 @@ class Outlook(NamedTuple):
 
 
 def outlooks(seq: Sequence, logits: Tensor, prefixes: Seq[list[int]], width: int) -> list[Outlook]:
-    """Of several places at the same depth, at most `width` tokens each."""  # [places, vocab]
+    """Of several places at once, at most `width` tokens each."""  # [places, vocab]
     sampler, shared = seq.sampler, seq.verifier.shares_noise
     shaped = sampler.shapes(logits, prefixes)
     law = shaped.double().softmax(-1)
-    noised = sampler.noised(shaped, len(prefixes[0]), 0 if shared else seq.stats.passes + 1)
+    positions, salt = [len(prefix) for prefix in prefixes], 0 if shared else seq.stats.passes + 1
+    if min(positions) == max(positions):
+        noised = sampler.noised(shaped, positions[0], salt)
+    else:
+        noised = torch.stack([sampler.noised(row, at, salt) for row, at in zip(shaped, positions, strict=True)])
     # With shared noise, how far a token leads after the noise tells how likely the target chooses it too.
     chance = noised.double().softmax(-1) if shared and not sampler.greedy else law
     first = noised.topk(min(width, noised.shape[-1])).indices

@@ -22,27 +22,30 @@ Ranks = tuple[int, ...]  # a path of a tree: the first slot's token of this rank
 
 
 class Slots:
-    """The laws of one request's next tokens, as its sampler sees them; each is looked at when it is asked for."""
+    """The laws of one request's next tokens, as its sampler sees them."""
 
     def __init__(self, seq: Sequence, logits: Tensor, width: int):  # [slots, vocab]
         self.seq, self.logits, self.width = seq, logits, width
-        self._seen: dict[Ranks | int, Outlook | None] = {}
+        self._seen: dict[Ranks, list[Outlook]] = {}
 
     def behind(self, path: list[int]) -> Outlook | None:
         """What could follow these guesses; None where there is no slot, or no token that is allowed."""
         if len(path) >= len(self.logits):
             return None
-        # Processors look at the guesses, so with them a slot has another law behind each path.
-        key = tuple(path) if self.seq.sampler.processors else len(path)
+        # Processors look at the guesses: with them a slot has another law behind each path, else all are seen at once.
+        alone = bool(self.seq.sampler.processors)
+        key, at = (tuple(path), 0) if alone else ((), len(path))
         if key not in self._seen:
-            self._seen[key] = self._look(path)
-        return self._seen[key]
+            self._seen[key] = self._look(path, 1) if alone else self._look([], len(self.logits))
+        return self._seen[key][at] if at < len(self._seen[key]) else None
 
-    def _look(self, path: list[int]) -> Outlook | None:
+    def _look(self, path: list[int], count: int) -> list[Outlook]:
+        first, tokens = len(path), self.seq.tokens + path
+        prefixes = [tokens + [0] * ahead for ahead in range(count)]  # of which only the length is looked at
         try:
-            return outlooks(self.seq, self.logits[len(path)][None], [self.seq.tokens + path], self.width)[0]
+            return outlooks(self.seq, self.logits[first : first + count], prefixes, self.width)
         except RequestFailed:
-            return None
+            return []
 
 
 def grow(seq: Sequence, logits: Tensor, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
