@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import outpace
+from outpace.models import lane
 from outpace.models.fast import FastLM
 from outpace.models.graph import GraphLM
 from outpace.models.halves import linear
 from outpace.models.hf import PackedLM
 from outpace.models.int8 import Int8Linear, quantize
+from outpace.models.job import Job
 from outpace.models.kernels import cpu
 from outpace.models.memory import weights
 from outpace.tree import Tree
@@ -116,6 +118,24 @@ def test_a_slice_has_its_own_compiled_passes() -> None:
         lm.sync([PROMPTS[2]], [row])
         logits.append(lm.score([Tree.chain([1, 2, 3])], [row])[0].logits)
     torch.testing.assert_close(*logits)
+
+
+def test_jobs_that_are_too_many_for_a_pass_go_in_several() -> None:
+    jobs = [Job(i, 0, [], Tree.chain([1] * size)) for i, size in enumerate([3, 4, 9, 2, 2, 2, 1])]
+    found = lane.parts(jobs, 8)
+    assert [[job.row for job in part] for part in found] == [[0, 1], [2], [3, 4, 5, 6]]
+    many = [Job(i, 0, [], Tree([1])) for i in range(2 * lane.MOST_JOBS + 1)]
+    assert [len(part) for part in lane.parts(many, 512)] == [lane.MOST_JOBS, lane.MOST_JOBS, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_large_batch_of_trees_is_not_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick, slow = fast("llama", "cuda"), outpace.wrap(tiny_models.MODELS["llama"]().to("cuda", torch.float32))
+    quick.max_rows = 80
+    prompts = [[1 + i, 2, 3, 4 + i % 7] for i in range(80)]
+    plain = [r.tokens for r in slow.generate(prompts, method="plain", max_tokens=16)]
+    monkeypatch.setattr(PackedLM, "forward", None)  # what is eager would call it
+    assert [r.tokens for r in quick.generate(prompts, method="recycling", nodes=12, max_tokens=16)] == plain
 
 
 def test_taps_are_those_of_eager_passes() -> None:

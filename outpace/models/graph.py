@@ -127,6 +127,13 @@ class GraphLM(FastLM):
     def early(self, layers: int) -> LM | None:
         return EarlyGraphLM(self, layers)
 
+    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        """Several passes where one would be too large to be captured: eagerly it takes far longer than those."""
+        parts = lane.parts(jobs, self.most_tokens)
+        if len(parts) == 1 or not self.most_tokens or any(job.resumed is not None for job in jobs):
+            return super().forward(jobs, taps)
+        return [_settled(output) for part in parts for output in super(GraphLM, self).forward(part, taps)]
+
     def quickly(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
         captured = self._captured(Size.of(jobs, taps))
         if captured.entering is not None:
@@ -286,6 +293,13 @@ class GraphLM(FastLM):
             return Left(logits, states, recorded, chosen)
 
         return run
+
+
+def _settled(output: Output) -> Output:
+    """The same, waited for, in memory that the next pass does not write to."""
+    logits, chosen = output.logits, output.chosen
+    chosen = chosen and Chosen(chosen.tokens, chosen.best, chosen.probs)
+    return Output(logits if logits is None else logits.clone(), output.hidden, chosen)
 
 
 def _rows(nodes: list[int]) -> slice | list[int]:

@@ -61,6 +61,18 @@ def fits(jobs: Seq[Job], windows: Seq[int | None], most: int) -> bool:
     )
 
 
+def parts(jobs: Seq[Job], most: int) -> list[list[Job]]:
+    """Jobs in as few passes of at most `most` tokens as hold them, in their order; one that is larger has its own."""
+    found, tokens = [list[Job]()], 0
+    for job in jobs:
+        if found[-1] and (tokens + len(job.tokens) > most or len(found[-1]) == MOST_JOBS):
+            found.append([])
+            tokens = 0
+        found[-1].append(job)
+        tokens += len(job.tokens)
+    return found
+
+
 def pack(jobs: Seq[Job], cache: PoolCache, tokens: int, slots: int) -> Packing:
     """Jobs as rows of numbers, filled up to `tokens` and `slots`; what only fills up is written to the pool's scrap."""
     packing = Packing([], [])
