@@ -10,7 +10,7 @@ from outpace.sequence import Sequence, Step
 from outpace.tree import Budget, Tree
 
 if TYPE_CHECKING:
-    from outpace.models.base import Scores
+    from outpace.models.base import LM, Scores
 
 
 class Drafter:
@@ -24,6 +24,11 @@ class Drafter:
     model_source: str | None = None  # source of the nodes that cost a pass of a model per level; None: there are none
     taps: tuple[int, ...] = ()  # hidden states of the target that it reads; known once a request was opened
     shape: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less
+
+    @classmethod
+    def fits(cls, target: LM) -> bool:
+        """Whether it can draft for this model without being told anything: a trained head may not be there."""
+        return True
 
     def open(self, seq: Sequence) -> None:
         """A request was submitted: prepare for its `target`, or refuse it, before anything runs."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outpace import slots
 from outpace.drafter import Shaped
+from outpace.errors import Headless
 from outpace.growth import SelfDrafting
 from outpace.heads import store
 from outpace.heads.parallel import Parallel, Text
@@ -30,11 +31,24 @@ def states(seq: Sequence) -> Tensor | None:
     return None if hidden is None or not 0 < count <= len(hidden) else hidden[:count]
 
 
+def trained(kind: str, target: LM) -> bool:
+    """Whether there is a head of this kind for this model."""
+    try:
+        store.resolve(kind, None, target)
+    except Headless:
+        return False
+    return True
+
+
 class Headed(SelfDrafting):
     """A drafter whose model is a recursive head: a subclass brings the option `head` and those of a tree."""
 
     kind: ClassVar[str]  # of its head
     head: str | Recursive | None
+
+    @classmethod
+    def fits(cls, target: LM) -> bool:
+        return trained(cls.kind, target)
 
     def open(self, seq: Sequence) -> None:
         super().open(seq)
@@ -74,6 +88,10 @@ class Slotted(Shaped):
     kind: ClassVar[str]  # of its head
     head: str | Parallel | None
     ranks: Seq[slots.Ranks] = ()  # of a static tree, if it is to be one
+
+    @classmethod
+    def fits(cls, target: LM) -> bool:
+        return trained(cls.kind, target)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -109,8 +109,8 @@ def verify(
         urls = Urls(server, reference_server, _fields(on), _fields(off), served_model)
         asked = _of_server(urls, load_model(model, loading) if model else None, found, plan)
     else:
-        subjects = subjects_of(method, load_model(draft, loading.draft) if draft else None, shared)
         lm = load_model(model or DEFAULT_MODEL, loading)
+        subjects = subjects_of(method, lm, load_model(draft, loading.draft) if draft else None, shared)
         asked = _of_model(lm, subjects, found, plan | {"batches": tuple(batch)}, transformers)
     stated = {k: v for k, v in plan.items() if k != "sampling"} | shared | vars(sampling) | loading._asdict()
     checks: list[Check] = []

@@ -62,10 +62,11 @@ def _given(check: Check) -> Check:
     return check
 
 
-def subjects_of(specs: list[str], draft: Model | None, shared: dict[str, Any]) -> list[Subject]:
+def subjects_of(specs: list[str], model: Model, draft: Model | None, shared: dict[str, Any]) -> list[Subject]:
     """Methods as "name" or "name:option=value,..."; without any, all that can run with what is there."""
     if not specs:
-        specs = [name for name in methods() if draft is not None or "draft" not in required(find(name))]
+        able = [name for name in methods() if draft is not None or "draft" not in required(find(name))]
+        specs = [name for name in able if find(name).fits(model.lm)]
     subjects = []
     for spec in specs:
         name, given = parse(spec)
