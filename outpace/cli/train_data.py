@@ -62,7 +62,7 @@ def data(
     prompt_temperature: OwnTemperature = 1.0,
     prompt_top_p: OwnTopP = 1.0,
     prompt_tokens: OwnTokens = 256,
-    method: Annotated[str, typer.Option(help="Any lossless method; the answers are the same.")] = "auto",
+    method: Annotated[str, typer.Option(help="Any lossless method; the answers are the same.")] = "plain",
     rows: Rows = 32,
     as_json: AsJson = False,
     dtype: Dtype = None,
