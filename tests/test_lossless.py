@@ -22,6 +22,8 @@ TREES: dict[str, dict[str, Any]] = {
     "draft": {"width": 3},
     "layerskip": {"width": 3},
     "pruned": {"width": 3},
+    "mtp": {"width": 3, "nodes": 6},
+    "medusa": {"template": "0+1+0-0+0-1+1-0+0-0-0"},
     "ngram": {"matches": 3},
     "suffix": {"width": 3},
     "graft": {"inner": "draft:width=3,depth=4,nodes=8", "nodes": 16},

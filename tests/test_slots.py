@@ -316,6 +316,15 @@ def test_blocks_start_at_columns_that_are_drawn() -> None:
         torch.testing.assert_close(few.logits, wanted)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_of_a_head_learns_and_nothing_of_the_target(kind: str) -> None:
+    head, text = stirred(store.fresh(kind, target().lm)), [1, 2, 3, 4, 5, 6]
+    guessed = head.unroll(torch.tensor([text]), hidden_of(text, head.spec.taps), head.spec.steps)
+    torch.stack([g.logits.square().mean() for g in guessed]).sum().backward()
+    learning = {name for name, weight in head.named_parameters() if weight.grad is not None and weight.grad.any()}
+    assert learning == set(head.own())
+
+
 def test_medusa_begins_as_the_target_itself() -> None:
     head = store.fresh("medusa", target().lm)
     text = [1, 2, 3, 4]

@@ -51,6 +51,5 @@ class Medusa(Parallel):
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
         self.check(steps)
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return [
-            Guessed(self.logits(shift(hidden)), columns + 1 + step) for step, shift in enumerate(self.shifts[:steps])
-        ]
+        states = [shift(hidden.to(self.dtype)) for shift in self.shifts[:steps]]
+        return [Guessed(self.logits(state), columns + 1 + step) for step, state in enumerate(states)]
