@@ -32,27 +32,39 @@ def outlooks(seq: Sequence, logits: Tensor, prefixes: Seq[list[int]], width: int
     sampler, shared = seq.sampler, seq.verifier.shares_noise
     shaped = sampler.shapes(logits, prefixes)
     law = shaped.double().softmax(-1)
-    positions, salt = [len(prefix) for prefix in prefixes], 0 if shared else seq.stats.passes + 1
-    if min(positions) == max(positions):
-        noised = sampler.noised(shaped, positions[0], salt)
-    else:
-        noised = torch.stack([sampler.noised(row, at, salt) for row, at in zip(shaped, positions, strict=True)])
-    # With shared noise, how far a token leads after the noise tells how likely the target chooses it too.
-    chance = noised.double().softmax(-1) if shared and not sampler.greedy else law
+    noised = shaped if sampler.greedy else _noised(seq, shaped, prefixes)
     first = noised.topk(min(width, noised.shape[-1])).indices
-    drawn = not shared and not sampler.greedy
+    # With shared noise, how far a token leads after the noise tells how likely the target chooses it too.
+    chance = noised.softmax(-1) if shared and not sampler.greedy else law
+    top = law.topk(min(TOP, law.shape[-1])).values
     columns = (
         first.tolist(),
         chance.gather(-1, first).tolist(),
-        (law > 0).sum(-1).tolist(),
-        torch.special.entr(law).sum(-1).tolist(),
-        law.topk(min(TOP, law.shape[-1])).values.tolist(),
-        law if drawn else [None] * len(law),
+        (law.gather(-1, first) > 0).sum(-1).tolist(),  # the others cannot follow
+        _entropy(shaped.double(), law, top[:, 0]).tolist(),
+        top.tolist(),
+        [None] * len(law) if shared or sampler.greedy else law,
     )
     return [
         Outlook(tokens[:possible], chances[:possible], entropy, tuple(top), own)
         for tokens, chances, possible, entropy, top, own in zip(*columns, strict=True)
     ]
+
+
+def _noised(seq: Sequence, shaped: Tensor, prefixes: Seq[list[int]]) -> Tensor:
+    """With the target's own noise of each position, or with other noise where the draft may not know that."""
+    positions = [len(prefix) for prefix in prefixes]
+    salt = 0 if seq.verifier.shares_noise else seq.stats.passes + 1
+    if min(positions) == max(positions):
+        return seq.sampler.noised(shaped, positions[0], salt)
+    rows = zip(shaped, positions, strict=True)
+    return torch.stack([seq.sampler.noised(row, position, salt) for row, position in rows])
+
+
+def _entropy(shaped: Tensor, law: Tensor, best: Tensor) -> Tensor:
+    """By the largest logit and its probability, without a logarithm per token."""  # [places, vocab], [places]
+    mean = (law * shaped.clamp(min=torch.finfo(shaped.dtype).min)).sum(-1)  # tokens that cannot be add nothing
+    return (shaped.amax(-1) - best.log() - mean).clamp(min=0.0)
 
 
 def fitted(logits: Tensor, vocab: int) -> Tensor:

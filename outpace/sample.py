@@ -138,21 +138,21 @@ class Sampler:
         """Logits plus the noise of a position, whose order is a draw without replacement; greedy adds none."""
         if self.greedy:  # [..., vocab] -> [..., vocab]
             return shaped
+        if shaped.amin() > -torch.inf:
+            return shaped.double() + self._noise(shaped.shape[-1], shaped.device, position, salt)
         # Noise is keyed by token id, so tokens that were filtered out need none.
         alive = torch.nonzero((shaped > -torch.inf).reshape(-1, shaped.shape[-1]).any(0)).flatten()
         noised = torch.full_like(shaped, -torch.inf, dtype=torch.float64)
-        noise = self._noise(alive, shaped.shape[-1], position, salt)
+        noise = gumbel(alive, self.seed, position, salt)
         return noised.index_copy_(-1, alive, shaped[..., alive].double() + noise)
 
-    def _noise(self, tokens: Tensor, vocab: int, position: int, salt: int) -> Tensor:  # int64 [n] -> [n]
-        """Drafts and the target ask for the noise of a position again and again: that of all tokens is kept a while."""
-        if len(tokens) < vocab:
-            return gumbel(tokens, self.seed, position, salt)
-        key = position, salt, vocab, tokens.device
+    def _noise(self, vocab: int, device: torch.device, position: int, salt: int) -> Tensor:  # [vocab]
+        """Of all tokens. Drafts and the target ask for that of a position again and again, so it is kept a while."""
+        key = position, salt, vocab, device
         if key not in self._kept:
             while len(self._kept) >= KEPT:
                 self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = gumbel(tokens, self.seed, position, salt)
+            self._kept[key] = gumbel(torch.arange(vocab, device=device), self.seed, position, salt)
         return self._kept[key]
 
     def law(self, logits: Tensor, prefix: list[int]) -> Tensor:
