@@ -16,9 +16,10 @@ export TOKENIZERS_PARALLELISM := false
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
-# One process per core, with one thread each: most tests wait for Python, not for matrix products.
+# One process per core, with one thread each: most tests wait for Python, not for matrix products. The one that is done
+# first takes tests from the other.
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --dist worksteal
 
 check: .venv/ready
 	$(BIN)/ruff check .
