@@ -117,7 +117,7 @@ def _check(head: Head, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
             due = list(own[name].shape)
-            raise OutpaceError(f"has {name} of {list(tensor.shape)}, and by its config and this model it is {due}")
+            raise OutpaceError(f"has {name} of {list(tensor.shape)}, and would be {due} by its config and this model")
 
 
 def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
