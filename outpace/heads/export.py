@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,13 @@ def export(head: Head, folder: Path, lm: LM, model: str, layout: str = LAYOUTS[0
         config["architectures"] = ["LlamaForCausalLMEagle3"]
     else:
         config |= _speculators(head, lm, model)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / SAFE, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:  # it appears whole or not at all
+        made = Path(place) / folder.name
+        made.mkdir()
+        save_file(tensors, made / SAFE, metadata={"format": "pt"})
+        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        made.rename(folder)
 
 
 def _tensors(head: Recursive) -> dict[str, Tensor]:

@@ -192,9 +192,7 @@ def _shape(layer: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, folder
     rope = read.rope_parameters
     if rope.get("rope_type", "default") not in ROPES:
         raise UsageError(f"the head in {folder} turns its keys by {rope['rope_type']}; {', '.join(ROPES)} can be read")
-    if (
-        rope.get("rope_type") == "yarn"
-    ):  # which stretches from what the head was made for, not from what ours could hold
+    if rope.get("rope_type") == "yarn":  # it stretches from what the head was made for, not from what ours could hold
         rope.setdefault("original_max_position_embeddings", read.max_position_embeddings)
     biased = {"attention_bias": True} if any("q_proj.bias" in name for name in tensors) else {}
     return {name: getattr(read, name) for name in COPIED} | biased
