@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx.experimental import _config as shapes
 from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ from outpace.shelf import cache_dir
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
 FUSED = 4  # most products that become one
+LIMITS = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # of code for one function
 # What multiplies, and the names of its operands: input, weight, scale if any, bias.
 PRODUCTS: dict[Any, tuple[str, ...]] = {
     torch._C._nn.linear: ("input", "weight", "bias"),
@@ -86,8 +88,9 @@ class LayerCall(nn.Module):
     def forward(self, hidden: Tensor, *args: Any, reach: tuple[Lane, ...], **kwargs: Any) -> Any:
         kwargs["reach"] = reach[self.index]
         if not self.kind.direct or args:
-            # Sizes that are equal in this call may not be so in the next.
-            with shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            # Sizes that are equal in this call may not be so in the next. And every model compiles its own code for the
+            # same layer: beyond the compiler's limit for one function a layer would silently run as it is.
+            with shapes.patch(use_duck_shape=False), dynamo.patch(LIMITS):  # type: ignore[attr-defined]
                 result = self.inner(hidden, *args, **kwargs)
             self.kind.seen(result)
             return result
