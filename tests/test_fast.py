@@ -120,12 +120,12 @@ def test_a_slice_has_its_own_compiled_passes() -> None:
     torch.testing.assert_close(*logits)
 
 
-def test_every_model_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 1)
-    for _ in range(2):
-        lm = fast("llama").lm
-        assert isinstance(lm, FastLM)
-        assert all(layer.kind.direct for layer in lm.quick.model.layers)
+def test_every_model_of_a_process_is_compiled() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            lm = fast("llama").lm
+            assert isinstance(lm, FastLM)
+            assert all(layer.kind.direct for layer in lm.quick.model.layers)
 
 
 def test_jobs_that_are_too_many_for_a_pass_go_in_several() -> None:

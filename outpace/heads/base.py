@@ -57,6 +57,16 @@ class Head(nn.Module):
         """Settings of a head for a target of so many layers, where they are not given."""
         raise NotImplementedError
 
+    def equip(self, ends: Ends, ids: Tensor | None) -> None:
+        """Take the target's output matrix, or one of its own that starts as it; for these tokens, or for all."""
+        rows = ends.unembed if ids is None else ends.unembed[ids]
+        if self.spec.own_output:
+            self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+            self.output.weight.data = rows.clone()
+        else:
+            self.unembed = borrowed(rows)
+        self.register_buffer("ids", ids)
+
     @abstractmethod
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
         """Guesses of `steps` tokens at every place."""  # [batch, tokens], [batch, tokens, taps * hidden]

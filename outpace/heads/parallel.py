@@ -10,10 +10,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from outpace.errors import UsageError
-from outpace.heads.base import Head, Spec, borrowed
+from outpace.heads.base import Head, Spec
 from outpace.models.ends import Ends
 
 
@@ -32,13 +32,7 @@ class Parallel(Head):
     def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
         super().__init__()
         self.spec = spec
-        rows = ends.unembed if ids is None else ends.unembed[ids]
-        if spec.own_output:
-            self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
-            self.output.weight.data = rows.clone()
-        else:
-            self.unembed = borrowed(rows)
-        self.register_buffer("ids", ids)
+        self.equip(ends, ids)
 
     def logits(self, states: Tensor) -> Tensor:  # [..., hidden] -> [..., draft vocab]
         return self.output(states) if self.spec.own_output else self.unembed(states)

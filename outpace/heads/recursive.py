@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from outpace.errors import UsageError
 from outpace.heads import parts, unrolled
-from outpace.heads.base import Guessed, Head, Spec, borrowed, embedding
+from outpace.heads.base import Guessed, Head, Spec, embedding
 from outpace.models.ends import Ends
 
 COPIED = ("rope_parameters", "rms_norm_eps", "hidden_act", "head_dim", "num_attention_heads", "num_key_value_heads")
@@ -100,13 +100,7 @@ class Recursive(Head, PreTrainedModel):
         super().__init__(shape(ends, spec))
         self.spec = spec
         self.model = self.entrance(self.config, ends, spec)
-        rows = ends.unembed if ids is None else ends.unembed[ids]
-        if spec.own_output:
-            self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
-            self.output.weight.data = rows.clone()
-        else:
-            self.unembed = borrowed(rows)
-        self.register_buffer("ids", ids)
+        self.equip(ends, ids)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
