@@ -141,6 +141,7 @@ def test_a_large_batch_of_trees_is_not_run_eagerly(monkeypatch: pytest.MonkeyPat
     quick, slow = fast("llama", "cuda"), outpace.wrap(tiny_models.MODELS["llama"]().to("cuda", torch.float32))
     quick.max_rows = 80
     prompts = [[1 + i, 2, 3, 4 + i % 7] for i in range(80)]
+    prompts[7] = [1 + i % 90 for i in range(300)]  # in pieces
     plain = [r.tokens for r in slow.generate(prompts, method="plain", max_tokens=16)]
     monkeypatch.setattr(PackedLM, "forward", None)  # what is eager would call it
     assert [r.tokens for r in quick.generate(prompts, method="recycling", nodes=12, max_tokens=16)] == plain

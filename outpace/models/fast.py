@@ -1,6 +1,6 @@
 """FastLM: a packed model whose passes of a few tokens run compiled, with our kernels, on a pool of keys and values.
 
-Prompts run as before, eagerly, on the same cache. What the compiled layers give is compared with the eager ones before
+Prompts run eagerly on a CPU, on the same cache. What the compiled layers give is compared with the eager ones before
 they are used: a model that does not agree, or cannot be compiled, stays eager.
 """
 
@@ -39,6 +39,7 @@ class FastLM(PackedLM):
     """A packed model with compiled passes for a CPU."""
 
     most_tokens = 64  # in a compiled pass: with more, torch's own products are as fast
+    quick_prompts = False  # whether parts of a prompt run compiled
 
     def __init__(self, packed: PackedLM, halves: Halves | None = None):
         super().__init__(packed.model, packed.layers, packed.cache.limit)
@@ -141,7 +142,8 @@ class FastLM(PackedLM):
 
     def _attempt(self, jobs: Seq[Job], quickly: Callable[[], T]) -> T | None:
         """What a compiled pass gives; None where there is none for these jobs."""
-        if not lane.fits(jobs, self.windows, self.most_tokens):
+        prompts = any(job.tree is None for job in jobs)
+        if (prompts and not self.quick_prompts) or not lane.fits(jobs, self.windows, self.most_tokens):
             return None
         try:
             return quickly()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace.models import lane
-from outpace.models.base import LM, Chosen, Guess, Job, Output
+from outpace.models.base import CHUNK, LM, Chosen, Guess, Job, Output
 from outpace.models.chain import MOST_STEPS, Chains, Link
 from outpace.models.early_graph import EarlyGraphLM
 from outpace.models.fast import FastLM
@@ -105,6 +105,7 @@ class GraphLM(FastLM):
 
     asynchronous = True
     most_tokens = SIZES[-1]
+    quick_prompts = True
     before = 0  # tokens of the text that are not in a row
 
     def __init__(self, packed: PackedLM, halves: Halves | None = None):
@@ -123,6 +124,11 @@ class GraphLM(FastLM):
         if packed.model.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"there are no kernels for {packed.model.dtype}"
         return None
+
+    @property
+    def chunk(self) -> int:  # type: ignore[override]
+        """Of a prompt: what a graph can take, because to launch an eager pass takes longer than several graphs."""
+        return lane.LONGEST if self.most_tokens else CHUNK
 
     def early(self, layers: int) -> LM | None:
         return EarlyGraphLM(self, layers)

@@ -18,6 +18,7 @@ from outpace.models.kernels import attention, choice, cpu, linear  # noqa: F401 
 from outpace.models.pool import PoolCache
 
 WORDS = 2  # of 64 ancestor bits
+LONGEST = 64 * WORDS  # tokens that a request has in a compiled pass
 MOST_JOBS = 64  # requests in a compiled pass
 SIGN = 1 << 63
 
@@ -50,13 +51,12 @@ class Packing(NamedTuple):
 
 
 def fits(jobs: Seq[Job], windows: Seq[int | None], most: int) -> bool:
-    """Whether a compiled pass of at most `most` tokens can run these: trees, and no window that ends within one."""
+    """Whether a compiled pass of at most `most` tokens can run these, with no window that ends within one."""
     longest = max(job.end - job.start for job in jobs)
     return (
         len(jobs) <= MOST_JOBS
-        and all(job.tree is not None for job in jobs)
         and sum(len(job.tokens) for job in jobs) <= most
-        and longest <= 64 * WORDS
+        and longest <= LONGEST
         and all(window is None or window > longest for window in windows)
     )
 
