@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from outpace.api import Model
@@ -179,7 +179,10 @@ def test_a_head_that_knows_the_target_loses_nothing(
         assert hidden.shape == (3, len(texts[0]), 32)
         ats = [anchors + 1 + step for step in range(steps)]
         rows = torch.arange(3)[:, None]
-        return [Guessed(logits[rows, at.clamp(max=logits.shape[1] - 1)][..., ids].requires_grad_(), at) for at in ats]
+        return [
+            Guessed(logits[rows, at.clamp(max=logits.shape[1] - 1)][..., ids].requires_grad_(), at, nn.Identity())
+            for at in ats
+        ]
 
     monkeypatch.setattr(recipe.head, "unroll", knowing)
     lost = recipe.loss(batch, 0, 1)
@@ -194,9 +197,10 @@ def test_only_answers_count(toy: Model, said: list[list[int]], folder: Path, mon
     seen: list[Any] = []
     monkeypatch.setattr(recipe, "measure", lambda steps: seen.extend(steps))
     recipe.loss(batch_of([said[0][:10], said[1][:7]]), 0, 1)
-    first, second = (step.counts.view(2, 10) for step in seen)
-    assert first.nonzero().tolist() == [[0, t] for t in range(2, 8)] + [[1, t] for t in range(2, 5)]
-    assert second.nonzero().tolist() == [[0, t] for t in range(2, 7)] + [[1, t] for t in range(2, 4)]
+    first, second = (step.at[step.counts].tolist() for step in seen)  # behind which tokens of the two texts
+    assert first == [*range(3, 9), *range(10 + 3, 10 + 6)]
+    assert second == [*range(4, 9), *range(10 + 4, 10 + 6)]
+    assert {len(step.draft) for step in seen} == {len(first)}  # no law of a chain that never counts
 
 
 def test_mtp_starts_from_the_last_layer(tiny: Model, folder: Path) -> None:
@@ -267,6 +271,12 @@ def test_exits_take_turns() -> None:
     assert sum(weights.values()) == pytest.approx(1)
     assert weights[2] / weights[5] == pytest.approx(0.5 * 3 / (5 + 0.5 * 10))
     assert exits.weights([5], 6, 0) == {5: 1}
+
+
+def test_a_single_exit_is_trained_beside_the_last_layer(toy: Model, folder: Path) -> None:
+    given = dict(curriculum="single", exit_scale=3.0, option={"exit": 2})
+    recipe = LayerSkipRecipe(run_settings("layerskip", folder, **given), toy, [])
+    assert recipe.weights(5, 10) == {1: 0.75, recipe.stack - 1: 0.25}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])

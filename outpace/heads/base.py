@@ -7,6 +7,7 @@ Training asks `unroll`, which predicts at every place of a text at once; draftin
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,8 +22,13 @@ BORROWED = ("embed", "unembed")  # names of the modules that hold a target's mat
 class Guessed(NamedTuple):
     """What a head says at one step of all its chains over a training text: column t guesses behind token t + 1."""
 
-    logits: Tensor  # [batch, columns, draft vocab]
+    states: Tensor  # [batch, columns, hidden]
     at: Tensor  # [batch, columns]: the token of the text behind which this law is to be that of the target
+    output: Callable[[Tensor], Tensor]  # [..., hidden] -> [..., draft vocab]: not of states that nobody asks for
+
+    @property
+    def logits(self) -> Tensor:  # [batch, columns, draft vocab]
+        return self.output(self.states)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from outpace.heads.recursive import shape
 from outpace.models.ends import Ends
 
 LAYERS, STEPS = 3, 7  # of a head, unless told otherwise
-ANCHORS = 64  # places of a training text at which a block starts
+ANCHORS = 128  # places of a training text at which a block starts
 Attend = Callable[[Tensor, Tensor], Tensor]  # queries, the block's own sides -> [..., heads, tokens, dim]
 
 
@@ -181,7 +181,7 @@ class Block(Parallel):
 
             states = layer(states, near, attend)
         slots = self.norm(states).unflatten(1, (-1, size))[:, :, 1 : 1 + steps].unbind(2)
-        return [Guessed(self.logits(slot), columns + 1 + step) for step, slot in enumerate(slots)]
+        return [Guessed(slot, columns + 1 + step, self.logits) for step, slot in enumerate(slots)]
 
     def _columns(self, tokens: Tensor) -> Tensor:  # [batch, tokens] -> [batch, blocks]
         rows, count = tokens.shape[0], tokens.shape[1] - 1

@@ -52,4 +52,4 @@ class Medusa(Parallel):
         self.check(steps)
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         states = [shift(hidden.to(self.dtype)) for shift in self.shifts[:steps]]
-        return [Guessed(self.logits(state), columns + 1 + step) for step, state in enumerate(states)]
+        return [Guessed(state, columns + 1 + step, self.logits) for step, state in enumerate(states)]

@@ -139,7 +139,7 @@ class Recursive(Head, PreTrainedModel):
                 out = self.model(ahead, states, columns + step, chained=chained)
                 states = out.last_hidden_state
                 at = (columns + step + 1).expand_as(tokens)
-                guessed.append(Guessed(self.get_output_embeddings()(out.hidden_states[0]), at))
+                guessed.append(Guessed(out.hidden_states[0], at, self.get_output_embeddings()))
         finally:
             self.config._attn_implementation = before  # a head drafts with another attention
         return guessed

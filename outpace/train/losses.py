@@ -11,13 +11,17 @@ computes it again from the logits, which exist anyway, and two numbers of each p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence as Seq
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from outpace.models.kernels import runtime
+
 TILE = 1 << 24  # logits that are looked at together: 64 MB for each thing that is computed of them
+WIDE = 8  # so many times as many on a GPU: small pieces would keep it waiting
 DECAY = 0.8  # weight of a step, relative to the one before it
 DOUBT = 3.0  # how fast "mixed" goes over from KL to TV as the overlap grows
 
@@ -63,20 +67,11 @@ class _Compare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, draft: Tensor, target: Tensor, counted: Tensor, at: Tensor) -> tuple[Tensor, ...]:
         dtype = torch.promote_types(torch.promote_types(draft.dtype, target.dtype), torch.float32)
-        lowest = torch.finfo(dtype).min
-        sums = draft.new_zeros((2, len(draft)), dtype=dtype)  # log of the sum of exp: draft, target
-        log_alpha, share, cross, entropy = draft.new_zeros((4, len(draft)), dtype=dtype).unbind()
+        found = draft.new_zeros((6, len(draft)), dtype=dtype)
         for places in _tiles(counted, draft.shape[1]):
-            q, p = draft[places].to(dtype), target[at[places]].to(dtype)  # [tile, vocab]
-            sums[:, places] = norms = torch.stack([q.logsumexp(-1), p.logsumexp(-1)])
-            q, p = q.sub_(norms[0, :, None]), p.sub_(norms[1, :, None])
-            # Laws that share no token at all have no gradient; -inf would make it nan.
-            log_alpha[places] = log = torch.minimum(q, p).logsumexp(-1).clamp(min=lowest)
-            share[places] = _within(q, p, log).sum(-1)
-            likely = p.exp()
-            entropy[places] = -(p.clamp_(min=lowest) * likely).sum(-1)
-            cross[places] = -(q.clamp_(min=lowest) * likely).sum(-1)
-        ctx.save_for_backward(draft, target, counted, at, sums, log_alpha, share)
+            found[:, places] = _on(draft.device, _measured)(draft, target, places, at[places], dtype)
+        log_alpha, cross, entropy = found[2:5]
+        ctx.save_for_backward(draft, target, counted, at, found)
         ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
         return log_alpha, cross, entropy
@@ -84,28 +79,59 @@ class _Compare(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_alpha: Tensor | None, d_cross: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        draft, target, counted, at, sums, log_alpha, share = ctx.saved_tensors
+        draft, target, counted, at, found = ctx.saved_tensors
         grad = torch.zeros_like(draft)  # [places, vocab]
         for places in _tiles(counted, draft.shape[1]):
-            q = draft[places].to(sums.dtype).sub_(sums[0, places, None])  # [tile, vocab]
-            p = target[at[places]].to(sums.dtype).sub_(sums[1, places, None])
-            found = torch.zeros_like(q)
-            if d_alpha is not None:
-                slope = _within(q, p, log_alpha[places]).sub_(q.exp().mul_(share[places, None]))
-                found += slope.mul_(d_alpha[places, None])
-            if d_cross is not None:
-                found += q.exp().sub_(p.exp()).mul_(d_cross[places, None])
-            grad[places] = found.to(grad.dtype)
+            slopes = [None if slope is None else slope[places] for slope in (d_alpha, d_cross)]
+            grad[places] = _on(draft.device, _gradient)(draft, target, places, at[places], found[:, places], slopes)
         return grad, None, None, None
 
 
+def _measured(draft: Tensor, target: Tensor, places: Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of a tile: log of the sum of exp, draft's and target's; log of the overlap, cross-entropy, entropy, S / alpha."""
+    lowest = torch.finfo(dtype).min
+    q, p = draft[places].to(dtype), target[at].to(dtype)  # [tile, vocab]
+    norms = q.logsumexp(-1), p.logsumexp(-1)
+    q, p = q - norms[0][:, None], p - norms[1][:, None]
+    # Laws that share no token at all have no gradient; -inf would make it nan.
+    log_alpha = torch.minimum(q, p).logsumexp(-1).clamp(min=lowest)
+    share, likely = _within(q, p, log_alpha).sum(-1), p.exp()
+    entropy, cross = -(p.clamp(min=lowest) * likely).sum(-1), -(q.clamp(min=lowest) * likely).sum(-1)
+    return torch.stack([*norms, log_alpha, cross, entropy, share])  # [6, tile]
+
+
+def _gradient(
+    draft: Tensor, target: Tensor, places: Tensor, at: Tensor, found: Tensor, slopes: list[Tensor | None]
+) -> Tensor:  # [tile, vocab]
+    """What a tile's overlaps and cross-entropies, with these slopes, say of the draft's logits."""
+    d_alpha, d_cross = slopes
+    q = draft[places].to(found.dtype) - found[0][:, None]  # [tile, vocab]
+    p = target[at].to(found.dtype) - found[1][:, None]
+    gradient = torch.zeros_like(q)
+    if d_alpha is not None:
+        gradient = (_within(q, p, found[2]) - q.exp() * found[5][:, None]) * d_alpha[:, None]
+    if d_cross is not None:
+        gradient = gradient + (q.exp() - p.exp()) * d_cross[:, None]
+    return gradient.to(draft.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=True)
+
+
+def _on(device: torch.device, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One kernel instead of some twenty, which each read and write all logits, where that can be had."""
+    return _compiled(function) if device.type == "cuda" and runtime.AVAILABLE else function
+
+
 def _tiles(places: Tensor, vocab: int) -> Iterator[Tensor]:
-    yield from places.split(max(1, TILE // vocab))
+    yield from places.split(max(1, TILE * (WIDE if places.is_cuda else 1) // vocab))
 
 
 def _within(q: Tensor, p: Tensor, log_alpha: Tensor) -> Tensor:
     """q / alpha where q <= p, zero elsewhere: never more than 1."""  # [tile, vocab] of logarithms
-    return torch.where(q <= p, q - log_alpha[:, None], -torch.inf).exp_()
+    return torch.where(q <= p, q - log_alpha[:, None], -torch.inf).exp()
 
 
 def compare(laws: Laws) -> Compared:

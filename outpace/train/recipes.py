@@ -129,20 +129,21 @@ class HeadRecipe:
             wanted = wanted[..., self.head.ids]
         with self.computing:
             guessed = self.head.unroll(batch.tokens, told.hidden, self.ahead)
-        return self.measure(self._laws(guessed, wanted, started, counts))
+            laws = self._laws(guessed, wanted, started, counts)
+        return self.measure(laws)
 
     def _laws(self, guessed: list[Guessed], wanted: Tensor, started: Tensor, counts: Tensor) -> list[Laws]:
-        """Every column with the target's law that it guesses, at each step; a chain starts at a place of an answer."""
+        """Every column with the target's law that it guesses, at each step, of the chains that start in an answer."""
         batch, length, vocab = wanted.shape
         rows = torch.arange(batch, device=wanted.device)[:, None] * length  # of all texts, one after the other
-        begun: Tensor | None = None
+        chains: Tensor | None = None
         steps = []
         for guess in guessed:
             behind, inside = (rows + guess.at.clamp(max=length - 1)).flatten(), (guess.at < length).flatten()
-            begun = started.flatten()[behind] & inside if begun is None else begun
-            draft = cooled(guess.logits, self.settings.temperature).flatten(0, 1)
-            counted = begun & inside & counts.flatten()[behind]
-            steps.append(Laws(draft, wanted.reshape(-1, vocab), counted, behind))
+            chains = (started.flatten()[behind] & inside).nonzero().flatten() if chains is None else chains
+            draft = cooled(guess.output(guess.states.flatten(0, 1)[chains]), self.settings.temperature)
+            counted = inside & counts.flatten()[behind]
+            steps.append(Laws(draft, wanted.reshape(-1, vocab), counted[chains], behind[chains]))
         return steps
 
     def save(self, folder: Path, notes: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from outpace.errors import OutpaceError, UsageError, unknown
 
 SCHEDULES = ("cosine", "constant")
-CURRICULA = ("rotational", "gradual")
+CURRICULA = ("rotational", "gradual", "single")
 
 
 class Kind(NamedTuple):
@@ -64,7 +64,9 @@ class Settings:
     dropout: float = of(0.1, "How often a text skips the last layer; earlier ones are skipped less.", "layerskip")
     ramp: bool = of(False, "Let layers be skipped more and more: for a model that is trained anew.", "layerskip")
     exit_scale: float = of(0.2, "How much exits count beside the last layer.", "layerskip")
-    curriculum: str = of("rotational", "Which exits are trained: rotational or gradual.", "layerskip")
+    curriculum: str = of(
+        "rotational", "Which exits are trained: rotational, gradual, or the single one in -o exit=.", "layerskip"
+    )
     rotation: int = of(8, "rotational: each exit is trained at one of so many steps.", "layerskip")
 
     draft: str = of(

@@ -115,6 +115,11 @@ class LayerSkipRecipe(Whole):
     def weights(self, step: int, total: int) -> dict[int, float]:
         """How much each exit counts at this step."""
         given = self.settings
+        if given.curriculum == "single":
+            return {
+                self.exit - 1: given.exit_scale / (1 + given.exit_scale),
+                self.stack - 1: 1 / (1 + given.exit_scale),
+            }
         if given.curriculum == "rotational":
             active = exits.rotational(step, self.stack, given.rotation)
         else:
