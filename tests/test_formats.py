@@ -517,6 +517,9 @@ def test_commands(tmp_path: Path, target: Model, monkeypatch: pytest.MonkeyPatch
     assert "made for" in run("show", tmp_path / "ours")
     run("export", tmp_path / "ours", "--model", "some/model", "--output", tmp_path / "out")
     assert json.loads(run("show", tmp_path / "out", "--json"))["made_for"] == "some/model"
+    run("compress", tmp_path / "ours", "--output", tmp_path / "small")
+    assert json.loads(run("show", tmp_path / "small", "--json")) == shown
+    assert CliRunner().invoke(app, ["head", "compress", str(folder), "--output", str(tmp_path / "no")]).exit_code == 2
     mtp = tmp_path / "mtp"
     write_mtp(mtp, "llama", mtp_target("llama"))
     assert json.loads(run("show", mtp, "--json"))["kind"] == "mtp"

@@ -232,6 +232,12 @@ def test_a_head_comes_back_from_its_folder(kind: str, own_output: bool, tmp_path
         ours, theirs = (h.unroll(tokens, hidden, 2)[1].logits for h in (head, found))
     assert ours.shape == (1, theirs.shape[1], len(ids))
     torch.testing.assert_close(ours, theirs, atol=2e-2 * float(ours.abs().max()), rtol=0)  # written as float16
+    store.compress(tmp_path, tmp_path / "small")
+    with torch.no_grad():
+        small = store.load(tmp_path / "small", lm).unroll(tokens, hidden, 2)[1].logits
+    torch.testing.assert_close(ours, small, atol=3e-2 * float(ours.abs().max()), rtol=0)
+    sizes = [(place / store.WEIGHTS).stat().st_size for place in (tmp_path, tmp_path / "small")]
+    assert sizes[1] < 0.75 * sizes[0] and store.about(tmp_path / "small") == store.about(tmp_path)
     given: dict[str, Any] = {"max_tokens": 16, **WARM}
     drafted = target().generate([[1, 2, 3], [4] * 9], method=kind, head=str(tmp_path), **given)
     plain = target().generate([[1, 2, 3], [4] * 9], method="plain", **given)

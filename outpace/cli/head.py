@@ -58,6 +58,20 @@ def export(
     stderr.print(str(output), soft_wrap=True, highlight=False)
 
 
+@heads.command()
+@reports_errors
+def compress(
+    folder: Annotated[Path, typer.Argument(help="Folder of a head that was trained here.")],
+    output: Annotated[Path, typer.Option(help="The folder to write.")],
+) -> None:
+    """Write a head with its matrices in int8: half as large, with nearly the same guesses."""
+    from outpace.heads import store
+
+    store.compress(folder, output)
+    sizes = [(place / store.WEIGHTS).stat().st_size / 1e6 for place in (folder, output)]
+    stderr.print(f"{output}: {sizes[0]:.1f} MB became {sizes[1]:.1f} MB", soft_wrap=True, highlight=False)
+
+
 def _spelled(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {part}" for name, part in value.items())

@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from outpace.heads import formats, native, store
 from outpace.heads.base import Spec
+from outpace.heads.compress import SCALE
 from outpace.heads.files import Checkpoint
 
 SAID = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", formats.LAYER_IDS)
@@ -43,6 +44,7 @@ def _ours(folder: Path) -> dict[str, Any]:
     plain = Spec(about["spec"]["kind"], ())
     changed = {n: v for n, v in about["spec"].items() if n in ("taps", "steps") or v != getattr(plain, n, None)}
     with safe_open(folder / store.WEIGHTS, framework="pt") as opened:
-        count = sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys() if name != "ids")  # noqa: SIM118
+        names = [name for name in list(opened.keys()) if not name.endswith(("ids", SCALE))]
+        count = sum(math.prod(opened.get_slice(name).get_shape()) for name in names)
     target = {name: value for name, value in about["target"].items() if name != "weights"}
     return {**changed, "layout": "outpace", "parameters": count, "made_for": target, **about.get("notes", {})}

@@ -17,6 +17,7 @@ from torch import Tensor
 from outpace.errors import Headless, OutpaceError, UsageError, unknown
 from outpace.heads import formats, native
 from outpace.heads.base import Head, Spec
+from outpace.heads.compress import compressed, expanded
 from outpace.heads.formats import Published
 from outpace.models.base import LM
 from outpace.models.ends import Ends
@@ -67,6 +68,17 @@ def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) 
     target = {"vocab": ends.vocab, "hidden": ends.hidden, "layers": lm.stack, "weights": ends.fingerprint}
     made = {"spec": dataclasses.asdict(head.spec), "target": target, "notes": notes or {}}
     tensors = {n: (t.half() if t.is_floating_point() else t).contiguous().cpu() for n, t in head.own().items()}
+    _write(folder, made, tensors)
+
+
+def compress(folder: Path, output: Path) -> None:
+    """A head of ours, written once more with matrices in int8."""
+    if (output / CONFIG).exists():
+        raise UsageError(f"{output} holds a head already: name another folder")
+    _write(output, about(folder), compressed(load_file(folder / WEIGHTS)))
+
+
+def _write(folder: Path, made: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         save_file(tensors, Path(place) / WEIGHTS)
@@ -105,7 +117,7 @@ def _ours(folder: Path, lm: LM) -> Published:
     if not _fits(made, lm):
         raise UsageError(f"the head in {folder} was made for another model: {_named(made)}")
     spec = Spec(**{**made["spec"], "taps": tuple(made["spec"]["taps"])})
-    return Published(spec, load_file(folder / WEIGHTS))
+    return Published(spec, expanded(load_file(folder / WEIGHTS)))
 
 
 def _check(head: Head, tensors: dict[str, Tensor]) -> None:
