@@ -21,7 +21,7 @@ def load(
     eager: bool | None = None,
     quantize: str | None = None,
 ) -> Model:
-    """A model by shelf name, folder or hub id; no code of a checkpoint is ever run.
+    """A model by shelf name, folder, hub id or GGUF file; no code of a checkpoint is ever run.
 
     `dtype` defaults to float32 on a CPU, where smaller ones are slower, and to the checkpoint's own elsewhere;
     `cache_limit` bounds the key-value cache, in bytes; `exact` makes all passes of one shape, so that results are
@@ -29,9 +29,18 @@ def load(
     as they are; by default those of a model that is large enough are compiled (docs/speed.md). `quantize="int8"` keeps
     the weights of linear layers as int8: less to read, and another model, slightly.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from outpace import shelf
+
+    if str(name).endswith(".gguf"):
+        if dtype is not None or quantize is not None or exact or eager:
+            raise UsageError(
+                "a GGUF file is run as it is: dtype, quantize, exact and eager are for Transformers models"
+            )
+        from outpace.gguf.load import load as load_gguf
+
+        path = shelf.gguf(str(name)) if str(name).removesuffix(".gguf") in shelf.SHELF else Path(name)
+        return load_gguf(path, None if device is None else str(device), cache_limit)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if dtype is None:

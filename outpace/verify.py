@@ -125,7 +125,7 @@ def _descend(seq: Sequence, tree: Tree, logits: Tensor, choose: Callable[[int], 
         child = tree.child(node, token)
         if child is not None:
             path.append(child)
-        if seq.push(token, logits[node]) or child is None:
+        if seq.push(token, logits, node) or child is None:
             return Step(tree, path, seq.tokens[start:], path)
 
 
@@ -176,9 +176,9 @@ class Residual(Verifier):
         start, path = len(seq.tokens), [ROOT]
         for child in accepted[1:]:
             path.append(child)
-            if seq.push(tree.tokens[child], scores.logits[tree.parents[child]]):
+            if seq.push(tree.tokens[child], scores.logits, tree.parents[child]):
                 return Step(tree, path, seq.tokens[start:], path)
-        seq.push(next_token, scores.logits[path[-1]])
+        seq.push(next_token, scores.logits, path[-1])
         return Step(tree, path, seq.tokens[start:], path)
 
 
@@ -270,7 +270,7 @@ class Contrastive(Verifier):
                 break
             child = self._best(law[candidates], torch.cat(past), scores.hidden[children], children)
             path.append(child)
-            if seq.push(tree.tokens[child], scores.logits[node]):
+            if seq.push(tree.tokens[child], scores.logits, node):
                 break
         return Step(tree, path, seq.tokens[start:], path[:-1])
 

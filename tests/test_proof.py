@@ -100,7 +100,7 @@ class Biased(verify.Residual):
             guessed = [child for child in tree.children(node) if chance.flip(float(law[tree.tokens[child]]))]
             token = tree.tokens[guessed[0]] if guessed else chance.draw(law)
             path += guessed[:1]
-            if seq.push(token, scores.logits[node]) or not guessed:
+            if seq.push(token, scores.logits, node) or not guessed:
                 return Step(tree, path, seq.tokens[start:], path)
 
 

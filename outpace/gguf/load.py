@@ -1,0 +1,17 @@
+"""load: a GGUF file becomes a `Model`; its tokenizer and its chat template come with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outpace.api import Model
+from outpace.gguf.lm import LlamaLM
+from outpace.gguf.runtime import File
+from outpace.gguf.text import tokenizer
+
+
+def load(path: Path, device: str | None = None, cache_limit: int | None = None) -> Model:
+    """`device`: cpu, or any other name for all layers on the GPU that this build of llama.cpp has."""
+    file = File(path, None if device is None else not device.startswith("cpu"))
+    ends = {token for token in range(file.vocab) if file.tokens.is_eog(token)}
+    return Model(LlamaLM(file, cache_limit), tokenizer(file), ends, path.stem)

@@ -1,0 +1,142 @@
+"""Runtime: llama.cpp through its binding: a cache of cells, sequences that share them, and passes over them.
+
+What a token says must not depend on how many others are scored with it, or answers would differ with and without
+speculation, as they do in llama.cpp's own. There, a pass of one token adds up attention in another order than a pass of
+several, and activations that are rounded to 8 bits make large differences of small ones. Over a cache in q8_0, with
+flash attention, every row of a pass goes through the same code: so that is what we use (docs/gguf.md).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.errors import OutpaceError, UnsupportedModel
+
+BATCH = 2048  # most tokens of a pass
+SEQUENCES = 256  # as many as llama.cpp tells apart
+Q8_0, FLASH = 8, 1  # as llama.cpp numbers kinds of numbers, and switches of attention
+Q8_0_BYTES = 34 / 32  # of a number
+
+
+class Entry(NamedTuple):
+    """A token of a pass."""
+
+    token: int
+    position: int
+    sequences: list[int]  # that it is part of, and so sees
+    wanted: bool = False  # whether it has a say
+
+
+class File:
+    """The model in a GGUF file."""
+
+    def __init__(self, path: Path, offload: bool | None = None):
+        """`offload`: to a GPU, where this build of llama.cpp has one; None: if it has."""
+        library = _library()
+        if not path.is_file():
+            raise OutpaceError(f"there is no file {str(path)!r}")
+        if offload and not library.llama_supports_gpu_offload():
+            raise OutpaceError(
+                "this build of llama.cpp runs on a CPU only: install one for your GPU, or leave device out"
+            )
+
+        class Model(library.LlamaModel):  # type: ignore[misc, name-defined]
+            @property
+            def n_vocab(self) -> int:  # which its own contexts ask it for
+                return self.get_vocab().n_vocab
+
+        given = library.LlamaModelParams()
+        given.n_gpu_layers = 0 if offload is False or not library.llama_supports_gpu_offload() else 1 << 10
+        given.use_extra_bufts = False  # weights in another order are for passes of several tokens alone
+        try:
+            self.model = Model(str(path), given)
+        except (ValueError, RuntimeError, OSError) as error:
+            raise OutpaceError(f"llama.cpp cannot load {str(path)!r}: {error}") from error
+        self.path, self.tokens = path, self.model.get_vocab()
+        if not self.model.has_decoder() or self.model.has_encoder():
+            raise UnsupportedModel(f"{path.name} is no model that continues a text")
+        if self.model.is_recurrent() or self.model.is_hybrid():
+            raise UnsupportedModel(
+                f"{path.name} keeps a recurrent state, which llama.cpp cannot take back: run it as a Transformers model"
+            )
+
+    @property
+    def vocab(self) -> int:
+        return self.tokens.n_vocab
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the cache, for one token."""
+        model = self.model
+        width = model.n_embd // model.n_head * model.n_head_kv
+        return int(2 * model.n_layer * width * Q8_0_BYTES)
+
+    def said(self, key: str) -> str | None:
+        """What the file says of itself."""
+        try:
+            return self.model.meta_val_str(key) or None
+        except (KeyError, ValueError, RuntimeError):
+            return None
+
+
+class Runtime:
+    """A cache of so many cells, and passes over it. Cells are taken in order, as long as none before them is free."""
+
+    def __init__(self, file: File, cells: int):
+        library = _library()
+        given = library.LlamaContextParams()
+        given.n_ctx, given.n_batch, given.n_ubatch, given.n_seq_max = cells, BATCH, 512, SEQUENCES
+        given.n_threads = given.n_threads_batch = torch.get_num_threads()
+        given.kv_unified, given.no_perf = True, True
+        given.flash_attn_type, given.type_k, given.type_v = FLASH, Q8_0, Q8_0
+        try:
+            self._context = library.LlamaContext(file.model, given)
+        except (ValueError, RuntimeError) as error:
+            raise OutpaceError(
+                f"llama.cpp cannot make a cache of {cells} tokens for {file.path.name}: {error}"
+            ) from error
+        self._batch = library.LlamaBatch(n_tokens=BATCH, embd=0, n_seq_max=SEQUENCES)
+        self._greedy = library.LlamaSampler()
+        self._greedy.add_greedy()
+        self.cells, self.passes = cells, 0
+
+    def decode(self, entries: Seq[Entry]) -> None:
+        self._batch.clear()
+        for entry in entries:
+            self._batch.add(*entry)
+        self.passes += 1
+        self._context.decode(self._batch)
+
+    def logits(self, index: int) -> Tensor:  # [vocab]
+        """What the pass said behind one of its entries."""
+        return torch.frombuffer(array("f", self._context.get_logits_ith(index)), dtype=torch.float32)
+
+    def greedy(self, index: int) -> int:
+        """The likeliest token there, found without handing all of them over."""
+        return self._greedy.sample(self._context, index)
+
+    def share(self, source: int, target: int, first: int, end: int) -> None:
+        """Make the tokens of a sequence at these positions part of another one, too."""
+        self._context.memory_seq_cp(source, target, first, end)
+
+    def remove(self, sequence: int, first: int) -> None:
+        """Take the tokens from this position on out of a sequence; cells of none are free."""
+        self._context.memory_seq_rm(sequence, first, -1)
+
+    def clear(self) -> None:
+        self._context.kv_cache_clear()
+
+
+def _library() -> Any:
+    try:
+        from cyllama.llama import llama_cpp
+    except ImportError as error:
+        raise OutpaceError("GGUF models need llama.cpp: pip install 'outpace[gguf]'") from error
+    llama_cpp.disable_logging()
+    return llama_cpp

@@ -1,0 +1,92 @@
+"""The tokenizer of a GGUF file: Transformers', where it splits text as llama.cpp does, else llama.cpp's own."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from outpace.gguf.runtime import File
+
+logger = logging.getLogger(__name__)
+PROBES = (
+    "Hello, world! It's 2024: 12345 tokens.\n\n1. first\n\tcode = x[0]  # why?\r\n",
+    "Grüße, naïve café — 你好，世界 😀 и привет",
+    "   def f(a,b):\n        return a+b   \n\n\n",
+)
+
+
+def tokenizer(file: File) -> Any:
+    """Grammars and drafts with another vocabulary need Transformers' tokenizer; all else works with either."""
+    theirs = LlamaTokenizer(file)
+    try:
+        ours = _transformers(file)
+    except Exception as error:  # an architecture or a vocabulary that its reader does not know
+        logger.info("llama.cpp's own tokenizer is used: Transformers cannot read it from the file (%s)", error)
+        return theirs
+    if any(ours.encode(text, add_special_tokens=False) != theirs.encode(text, False) for text in PROBES):
+        logger.info("llama.cpp's own tokenizer is used: what Transformers reads from the file splits text differently")
+        return theirs
+    ours.chat_template = ours.chat_template or theirs.chat_template
+    return ours
+
+
+def _transformers(file: File) -> Any:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as theirs
+
+    from outpace import shelf
+
+    level = theirs.get_verbosity()
+    theirs.set_verbosity_error()
+    try:
+        found = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+    finally:
+        theirs.set_verbosity(level)
+    pipeline = shelf.PIPELINES.get(file.said("tokenizer.ggml.pre") or "")
+    return shelf.corrected(found, pipeline, _special(file)) if pipeline else found
+
+
+def _special(file: File) -> dict[str, int | None]:
+    """Ids of special tokens, as the file has them."""
+    names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    said = {kind: file.said(f"tokenizer.ggml.{name}_token_id") for kind, name in names.items()}
+    return {kind: None if token is None else int(token) for kind, token in said.items()}
+
+
+class LlamaTokenizer:
+    """llama.cpp's tokenizer, as far as a Transformers one is asked for more than that."""
+
+    def __init__(self, file: File):
+        self._file, self._vocab = file, file.tokens
+        self.chat_template = file.said("tokenizer.chat_template")
+        self.eos_token_id: int = self._vocab.token_eos()
+        self._guard = self.encode("a", False)  # llama.cpp leaves out spaces that a text begins with
+
+    def __len__(self) -> int:
+        return self._vocab.n_vocab
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._vocab.tokenize(text, add_special_tokens, True)) if text else []
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        if skip_special_tokens:
+            tokens = [token for token in tokens if not self._vocab.is_control(token)]
+        return self._spelled(self._guard + list(tokens)).removeprefix(self._spelled(self._guard))
+
+    def _spelled(self, tokens: list[int]) -> str:
+        return self._vocab.detokenize(tokens, remove_special=False, unparse_special=True)
+
+    def apply_chat_template(
+        self, chat: Any, add_generation_prompt: bool = False, tokenize: bool = True, **given: Any
+    ) -> Any:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        names = {"bos_token": self._vocab.token_bos(), "eos_token": self._vocab.token_eos()}
+        special = {name: self._vocab.get_text(token) if token >= 0 else "" for name, token in names.items()}
+        (text,), _ = render_jinja_template(
+            conversations=[chat],
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **special,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text

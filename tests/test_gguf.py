@@ -1,0 +1,207 @@
+"""GGUF models through llama.cpp: its own greedy text, and every method that needs only tokens and logits equals it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import outpace
+from outpace import registry, shelf
+from outpace.api import Model
+from outpace.cli import app
+from outpace.errors import CacheFull, Headless, OutpaceError, UnsupportedModel, UsageError
+from outpace.gguf.lm import ROWS, LlamaLM, Rows
+from outpace.gguf.runtime import Entry, File, Runtime
+from outpace.gguf.text import PROBES, LlamaTokenizer, tokenizer
+from outpace.text import encode
+from outpace.tree import Tree
+from tests.conftest import LOSSLESS
+
+pytest.importorskip("cyllama")
+NAME = "smollm2-135m-instruct.gguf"
+TEXTS: list[Any] = [
+    "The quick brown fox jumps over the lazy dog. The quick brown fox",
+    [{"role": "user", "content": "Write a Python function that adds two numbers, and then one that adds three."}],
+    "One, two, three, one, two, three, one,",
+]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "seed": 3},
+    "shaped": {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}, "seed": 4},
+}
+DEEP = {"eagle3", "mtp", "medusa", "block", "layerskip", "pruned", "via_sd"}  # they need more than tokens and logits
+TOKENS = 16
+METHODS = [name for name in LOSSLESS if name not in DEEP]
+FEW = {
+    "draft": {"depth": 3},
+    "lookahead": {"window": 2, "guesses": 2},
+    "recycling": {"nodes": 8},
+    "graft": {"nodes": 8, "inner": "recycling:nodes=8"},
+}
+TREES = {"draft": {"depth": 3, "width": 2, "nodes": 8}, "ngram": {"matches": 2}, "suffix": {"width": 2}}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return outpace.load(NAME)
+
+
+@pytest.fixture(scope="module")
+def file(model: Model) -> File:
+    assert isinstance(model.lm, LlamaLM)
+    return model.lm.file
+
+
+@pytest.fixture(scope="module")
+def plain(model: Model) -> dict[str, list[list[int]]]:
+    given = {"method": "plain", "max_tokens": TOKENS}
+    return {name: [model.generate(text, **given, **SETTINGS[name]).tokens for text in TEXTS] for name in SETTINGS}
+
+
+def options(name: str, draft: Any) -> dict[str, Any]:
+    known = registry.options(registry.find(name))
+    return ({"draft": draft} if "draft" in known else {}) | FEW.get(name, {})
+
+
+def own_greedy(file: File, tokens: list[int], count: int) -> list[int]:
+    """llama.cpp's own loop: one token at a time, the likeliest by its own sampler."""
+    runtime, said = Runtime(file, 512), list[int]()
+    runtime.decode([Entry(token, i, [0], i == len(tokens) - 1) for i, token in enumerate(tokens)])
+    said.append(runtime.greedy(len(tokens) - 1))
+    while len(said) < count and not file.tokens.is_eog(said[-1]):
+        runtime.decode([Entry(said[-1], len(tokens) + len(said) - 1, [0], True)])
+        said.append(runtime.greedy(0))
+    return said
+
+
+def test_plain_decoding_is_that_of_llama_cpp(model: Model, file: File, plain: dict[str, list[list[int]]]) -> None:
+    for text, said in zip(TEXTS, plain["greedy"], strict=True):
+        prompt = encode(text, model.tokenizer, file.vocab)
+        assert own_greedy(file, prompt, TOKENS) == said
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_equals_plain(name: str, setting: str, model: Model, plain: dict[str, list[list[int]]]) -> None:
+    given = {**options(name, model), **SETTINGS[setting], "max_tokens": TOKENS}
+    together = model.generate(TEXTS, method=name, **given)
+    assert [done.tokens for done in together] == plain[setting]
+    if setting == "greedy":
+        trees = {**given, **TREES.get(name, {})}
+        assert [model.generate(text, method=name, **trees).tokens for text in TEXTS] == plain[setting]
+
+
+def test_drafts_of_both_runtimes(model: Model, smollm2: Model, plain: dict[str, list[list[int]]]) -> None:
+    done = model.generate(TEXTS, method="draft", draft=smollm2, max_tokens=TOKENS)
+    assert [found.tokens for found in done] == plain["greedy"] and done[0].stats.tokens_per_pass > 2
+    theirs = smollm2.generate(TEXTS[0], method="draft", draft=model, max_tokens=12)
+    assert theirs.tokens == smollm2.generate(TEXTS[0], method="plain", max_tokens=12).tokens
+
+
+@pytest.mark.parametrize("name", sorted(DEEP))
+def test_methods_that_need_more_say_so(name: str, model: Model) -> None:
+    with pytest.raises((Headless, UnsupportedModel), match=r"embeddings|hidden|layers"):
+        model.generate(TEXTS[0], method=name, max_tokens=4)
+
+
+def test_a_grammar_and_log_probabilities(model: Model) -> None:
+    given = {"regex": "[0-9]{3} (apples|pears)", "max_tokens": 16, "logprobs": 2}
+    done = [model.generate(TEXTS[0], method=method, **given) for method in ("plain", "suffix")]
+    assert done[0].text == done[1].text and done[0].text[3:] in (" apples", " pears")
+    assert done[0].logprobs == done[1].logprobs and len(done[0].logprobs) == len(done[0].tokens)
+
+
+def test_bits_do_not_depend_on_what_else_is_scored(file: File) -> None:
+    """Alone, in a chain, in a tree whose other branches come to nothing, beside another row, and after all that."""
+    lm = LlamaLM(file)
+    tokens, text = [905, 1096, 314, 260, 1834], list(range(1000, 1060))
+    row, other = lm.acquire([]), lm.acquire([])
+    lm.sync([text, text[::-1]], [row, other])
+    alone = []
+    for token in tokens:
+        alone.append(lm.score([Tree([token])], [row])[0].logits.clone())
+        lm.keep([[0]], [row])
+    assert torch.equal(lm.reference().native(text + tokens, len(tokens)), torch.cat(alone))
+    lm.release(row)
+    row = lm.acquire([])  # it has its text already
+    lm.sync([text], [row])
+    tree = Tree(tokens[:1])
+    for parent, token in ((0, 77), (0, tokens[1]), (1, 78), (2, 79), (2, tokens[2])):
+        tree.add(parent, token)
+    scores = lm.score([tree, Tree([5])], [row, other])
+    assert torch.equal(scores[0].logits[[0, 2, 5]], torch.cat(alone[:3]))
+    lm.keep([[0, 2, 5], [0]], [row, other])
+    chain = Tree.chain([*tokens[3:], 9])
+    scores = lm.score([chain], [row])
+    assert torch.equal(scores[0].logits[:2], torch.cat(alone[3:]))
+    lm.keep([[0]], [row])
+    assert torch.equal(lm.score([Tree(tokens[4:])], [row])[0].logits, alone[4])
+
+
+def test_a_cache_that_is_full_is_made_anew_and_larger(file: File) -> None:
+    lm = LlamaLM(file)
+    lm.runtime = Runtime(file, 256)  # of which rejected nodes soon take most
+    model = Model(lm, tokenizer(file), {2}, "small")
+    expected = outpace.load(NAME).generate(TEXTS[:2], method="plain", max_tokens=50, ignore_eos=True)
+    done = model.generate(TEXTS[:2], method="recycling", nodes=4, max_tokens=50, ignore_eos=True)
+    assert [found.tokens for found in done] == [found.tokens for found in expected]
+    assert lm.runtime.cells > 256 and len(lm._branches) == 255 - ROWS
+
+
+def test_what_does_not_fit_is_refused_with_numbers(file: File) -> None:
+    lm = LlamaLM(file, cache_limit=2048 * file.token_bytes)
+    row = lm.acquire([])
+    with pytest.raises(CacheFull, match="3000 tokens do not fit into a cache of 2048"):
+        lm.sync([[1] * 3000], [row])
+    assert lm.memory(4096).fits is False
+
+
+def test_logits_are_fetched_when_they_are_looked_at(file: File) -> None:
+    runtime = Runtime(file, 256)
+    runtime.decode([Entry(token, i, [0], True) for i, token in enumerate([5, 6, 7])])
+    rows = Rows(runtime, [0, 1, 2])
+    assert len(rows) == 3 and not rows.is_cuda and rows[-1].argmax() == runtime.greedy(2)
+    assert rows.shape == (3, file.vocab) and torch.equal(rows[1:], torch.stack([rows[1], rows[2]]))
+    stale = Rows(runtime, [0])
+    runtime.decode([Entry(8, 3, [0], True)])
+    with pytest.raises(AssertionError, match="before the next pass"):
+        stale[0]
+
+
+def test_text_is_split_as_the_model_learnt_it(model: Model, file: File, smollm2: Model) -> None:
+    own, chat = LlamaTokenizer(file), TEXTS[1]
+    for text in (*PROBES, "", "<|im_start|>user\n1234"):
+        ids = own.encode(text)
+        assert model.tokenizer is not None and model.tokenizer.encode(text) == ids == smollm2.tokenizer.encode(text)  # type: ignore[union-attr]
+        assert own.decode(ids) == model.tokenizer.decode(ids) == text
+    spelled = smollm2.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)  # type: ignore[union-attr]
+    assert own.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == spelled
+    assert own.encode(spelled) == own.apply_chat_template(chat, add_generation_prompt=True)
+    assert own.decode([1, 905], skip_special_tokens=True) == own.decode([905]) and len(own) == file.vocab
+    assert 2 in model.stop_tokens
+
+
+def test_bad_files_and_settings_get_an_answer(tmp_path: Path) -> None:
+    with pytest.raises(OutpaceError, match="there is no file"):
+        outpace.load(tmp_path / "gone.gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF?")
+    with pytest.raises(OutpaceError, match="cannot load"):
+        outpace.load(tmp_path / "broken.gguf")
+    with pytest.raises(UsageError, match="run as it is"):
+        outpace.load(NAME, dtype="float32")
+    with pytest.raises(OutpaceError, match="CPU only"):
+        outpace.load(NAME, device="cuda")
+
+
+def test_the_command_line_takes_a_file() -> None:
+    path = str(shelf.gguf(NAME))
+    run = CliRunner().invoke(
+        app, ["generate", "--model", path, "--method", "suffix", "--max-tokens", "8", "Say hello."]
+    )
+    assert run.exit_code == 0 and run.stdout.strip()
+    wrong = CliRunner().invoke(app, ["generate", "--model", path, "--method", "eagle3", "Say hello."])
+    assert wrong.exit_code and "eagle3: this model has no layers" in wrong.output
