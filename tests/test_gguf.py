@@ -146,8 +146,8 @@ def test_a_cache_that_is_full_is_made_anew_and_larger(file: File) -> None:
     lm = LlamaLM(file)
     lm.runtime = Runtime(file, 256)  # of which rejected nodes soon take most
     model = Model(lm, tokenizer(file), {2}, "small")
-    expected = outpace.load(NAME).generate(TEXTS[:2], method="plain", max_tokens=50, ignore_eos=True)
-    done = model.generate(TEXTS[:2], method="recycling", nodes=4, max_tokens=50, ignore_eos=True)
+    expected = outpace.load(NAME).generate(TEXTS, method="plain", max_tokens=45, ignore_eos=True)
+    done = model.generate(TEXTS, method="recycling", nodes=4, max_tokens=45, ignore_eos=True)
     assert [found.tokens for found in done] == [found.tokens for found in expected]
     assert lm.runtime.cells > 256 and len(lm._branches) == 255 - ROWS
 
@@ -170,6 +170,13 @@ def test_logits_are_fetched_when_they_are_looked_at(file: File) -> None:
     runtime.decode([Entry(8, 3, [0], True)])
     with pytest.raises(AssertionError, match="before the next pass"):
         stale[0]
+
+
+def test_auto_does_without_those_that_look_at_every_logit(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runtime, "logits", None)  # who looked would call it
+    method = registry.method("auto")
+    assert model.generate(TEXTS[2], method=method, max_tokens=TOKENS).tokens
+    assert [part.name for part in method._parts] == ["suffix"]  # type: ignore[attr-defined]
 
 
 def test_text_is_split_as_the_model_learnt_it(model: Model, file: File, smollm2: Model) -> None:

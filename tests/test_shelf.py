@@ -55,7 +55,7 @@ def test_first_fetch_builds_and_the_second_only_looks(cache: Path, monkeypatch: 
     assert made == shelf.folder("tiny") == cache / f"tiny-{shelf.SHELF['tiny'].sha256[:12]}"
     assert (made / "model.safetensors").read_bytes() == CONTENT
     file = shelf.gguf("tiny.gguf")
-    assert sorted(cache.iterdir()) == sorted([file, made]) and file.read_bytes() == CONTENT
+    assert sorted(cache.iterdir()) == sorted([file.parent, made]) and file.read_bytes() == CONTENT
     monkeypatch.delattr(shelf, "_download")
     assert shelf.is_cached("tiny") and shelf.fetch("tiny") == made and shelf.gguf("tiny") == file
 
@@ -98,7 +98,7 @@ def test_a_conversion_cut_short_leaves_only_the_file(
     monkeypatch.setattr(shelf, "_convert", cut_short)
     with pytest.raises(stop):
         shelf.fetch("tiny")
-    assert list(cache.iterdir()) == [shelf.gguf("tiny")] and not shelf.is_cached("tiny")
+    assert list(cache.iterdir()) == [shelf.gguf("tiny").parent] and not shelf.is_cached("tiny")
 
 
 def test_the_loser_of_a_race_uses_the_winners_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_the_loser_of_a_race_uses_the_winners_folder(cache: Path, monkeypatch: p
 
     monkeypatch.setattr(shelf, "_convert", overtaken)
     assert (shelf.fetch("tiny") / "winner").exists()
-    assert sorted(cache.iterdir()) == sorted([shelf.gguf("tiny"), shelf.folder("tiny")])
+    assert sorted(cache.iterdir()) == sorted([shelf.gguf("tiny").parent, shelf.folder("tiny")])
 
 
 def test_a_damaged_folder_is_named_and_not_used(cache: Path) -> None:

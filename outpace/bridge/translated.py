@@ -42,7 +42,7 @@ class Translated:
         self.lm, self.pair = lm, pair
         self.vocab = pair.ours.vocab
         self.context = sys.maxsize  # what a follower holds slides
-        self.trees, self.asynchronous = lm.trees, lm.asynchronous
+        self.trees, self.asynchronous, self.handy = lm.trees, lm.asynchronous, lm.handy
         self._held: dict[int, Held] = {}
         self._theirs = torch.tensor(list(pair.to_target), dtype=torch.long)
         self._ours = torch.tensor(list(pair.to_target.values()), dtype=torch.long)

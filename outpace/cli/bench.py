@@ -109,7 +109,7 @@ def bench(
     rounds: Rounds = 3,
     dtype: Dtype = None,
     device: Device = None,
-    exact: Exact = False,
+    exact: Exact = None,
     eager: Eager = False,
     quantize: Quantize = None,
     output: Output = None,

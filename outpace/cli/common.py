@@ -65,14 +65,14 @@ class Loading(NamedTuple):
 
     dtype: str | None = None
     device: str | None = None
-    exact: bool = False
+    exact: bool | None = None
     eager: bool = False
     quantize: str | None = None
 
     @property
     def draft(self) -> Loading:
         """The same for a draft: what it guesses need not be exact."""
-        return self._replace(exact=False)
+        return self._replace(exact=None)
 
 
 def load_model(name: str, how: Loading) -> Model:

@@ -28,7 +28,10 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Eager = Annotated[bool, typer.Option("--eager", help="Run the layers as they are: no compiling, no graphs.")]
 Quantize = Annotated[str | None, typer.Option(help="int8: keep the weights of linear layers as int8.")]
-Exact = Annotated[bool, typer.Option("--exact", help="Passes of one shape only: bit-identical in every dtype, slower.")]
+Exact = Annotated[
+    bool | None,
+    typer.Option("--exact/--no-exact", help="Bit-identical passes: slower, and the default of GGUF files alone."),
+]
 TracePath = Annotated[Path | None, typer.Option("--trace", help="Write what every pass did to this file (JSONL).")]
 TraceProbs = Annotated[bool, typer.Option("--trace-probs", help="Put the target's probabilities into the trace.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -67,7 +67,7 @@ def generate(
     trace_probs: TraceProbs = False,
     dtype: Dtype = None,
     device: Device = None,
-    exact: Exact = False,
+    exact: Exact = None,
     eager: Eager = False,
     quantize: Quantize = None,
 ) -> None:
@@ -111,7 +111,7 @@ def chat(
     trace: TracePath = None,
     dtype: Dtype = None,
     device: Device = None,
-    exact: Exact = False,
+    exact: Exact = None,
     eager: Eager = False,
     quantize: Quantize = None,
 ) -> None:

@@ -84,7 +84,7 @@ def verify(
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML to this file.")] = None,
     dtype: Dtype = None,
     device: Device = None,
-    exact: Exact = False,
+    exact: Exact = None,
     eager: Eager = False,
     quantize: Quantize = None,
 ) -> None:

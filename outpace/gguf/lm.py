@@ -72,6 +72,8 @@ class Held:
 class LlamaLM(SlotLM):
     """A model that llama.cpp runs."""
 
+    handy = False
+
     def __init__(self, file: File, cache_limit: int | None = None):
         super().__init__()
         self.file, self.vocab = file, file.vocab

@@ -10,8 +10,8 @@ from outpace.gguf.runtime import File
 from outpace.gguf.text import tokenizer
 
 
-def load(path: Path, device: str | None = None, cache_limit: int | None = None) -> Model:
+def load(path: Path, device: str | None = None, cache_limit: int | None = None, exact: bool = True) -> Model:
     """`device`: cpu, or any other name for all layers on the GPU that this build of llama.cpp has."""
-    file = File(path, None if device is None else not device.startswith("cpu"))
+    file = File(path, None if device is None else not device.startswith("cpu"), exact)
     ends = {token for token in range(file.vocab) if file.tokens.is_eog(token)}
     return Model(LlamaLM(file, cache_limit), tokenizer(file), ends, path.stem)

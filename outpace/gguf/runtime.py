@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 class File:
     """The model in a GGUF file."""
 
-    def __init__(self, path: Path, offload: bool | None = None):
+    def __init__(self, path: Path, offload: bool | None = None, exact: bool = True):
         """`offload`: to a GPU, where this build of llama.cpp has one; None: if it has."""
         library = _library()
         if not path.is_file():
@@ -53,7 +53,7 @@ class File:
 
         given = library.LlamaModelParams()
         given.n_gpu_layers = 0 if offload is False or not library.llama_supports_gpu_offload() else 1 << 10
-        given.use_extra_bufts = False  # weights in another order are for passes of several tokens alone
+        given.use_extra_bufts = not exact  # weights in another order are read differently by passes of four tokens on
         try:
             self.model = Model(str(path), given)
         except (ValueError, RuntimeError, OSError) as error:

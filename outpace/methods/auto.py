@@ -60,6 +60,14 @@ class Auto(Drafter):
         if len(read) > 1:
             raise UsageError(f"{' and '.join(read.values())} read different hidden states and cannot both guess here")
         self.taps = next(iter(read), ())
+        if seq.target is not None and not seq.target.handy:
+            self._spare()
+
+    def _spare(self) -> None:
+        """Do without those that look at the logits of every pass, if there are others."""
+        able = [i for i, part in enumerate(self._parts) if not part.reads_logits]
+        if able:
+            self._parts, self._shapes = [self._parts[i] for i in able], [self._shapes[i] for i in able]
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         return self.propose_batch([seq], [budget])[0]

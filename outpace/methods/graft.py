@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from outpace import calibrated, grafting, registry
 from outpace.drafter import Drafter
@@ -25,6 +26,7 @@ SPARE = 3  # times the nodes of a tree that the template has: some of it will be
 class Graft(Drafter):
     """Another method's guesses, cut where it is unsure, and the target's earlier thoughts in the places that frees."""
 
+    reads_logits: ClassVar[bool] = True
     draft: LM | None = None
     inner: str | Drafter | None = None  # the method that is wrapped; None: draft, or suffix where there is no draft
     nodes: int = 60

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from outpace.drafter import Drafter
 from outpace.errors import UsageError
@@ -28,6 +29,7 @@ class Window:
 class Lookahead(Drafter):
     """The target's own parallel guesses become n-grams; those that start with the last token are verified."""
 
+    reads_logits: ClassVar[bool] = True
     window: int = 5
     n: int = 4
     guesses: int = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from outpace.drafter import Drafter
 from outpace.models.base import Scores
@@ -18,6 +19,7 @@ Rows = dict[int, list[int]]  # token -> its successors when the last tree was re
 class Recycling(Drafter):
     """Every scored node, accepted or not, leaves the target's `k` likeliest successors of its token in a table."""
 
+    reads_logits: ClassVar[bool] = True
     k: int = 8
     depth: int = 6
     nodes: int = 48

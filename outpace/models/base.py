@@ -54,6 +54,7 @@ class LM(Protocol):
     context: int  # the most tokens a row can hold
     trees: bool  # False: only chains can be scored
     asynchronous: bool  # True: `score` returns before the pass is done
+    handy: bool  # False: to look at logits takes a while, beside the choices of `picks`
     stack: int  # layers that can be taken apart; 0: none can
     ends: Ends | None  # its embeddings and its output matrix, which heads borrow; None: it has no such matrices
 
@@ -69,21 +70,19 @@ class LM(Protocol):
     def score(
         self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None, picks: Picks = None
     ) -> list[Scores]:
-        """Score the nodes of each tree from `since` on; a model may make the choices of `picks` itself."""
+        """Score nodes of each tree from `since` on; a model may make the choices of `picks` itself."""
 
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
         """Commit these nodes of the trees last scored, root first, and forget the others."""
 
     def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
-        """The model's own next `steps` choices after each row and its `token`, as if scored one by one; None when it
-        has no faster way than that."""
+        """The model's own next `steps` choices after each row and its `token`; None: by `score`, one by one."""
 
     def slice(self, layers: Seq[int], eager: bool = False) -> LM:
         """A model of some of the layers on the same weights, with rows of its own; `eager`: not worth compiling."""
 
     def early(self, layers: int) -> LM | None:
-        """The first layers and the head as a draft on this model's own rows, from which `score` goes on: no layer runs
-        twice for a node. None when this model cannot."""
+        """The first layers and the head as a draft on this model's own rows, where `score` goes on; None: it cannot."""
 
     def share(self, layers: int) -> float:
         """How much of a pass so many layers and the head are, by the weights that are read."""
@@ -98,8 +97,8 @@ class LM(Protocol):
     def refresh(self) -> None:
         """The weights have changed, in place: use nothing that came of the old ones."""
 
-    def hidden(self, row: int) -> Tensor | None:
-        """Hidden states of the committed tokens, for a row acquired with taps."""  # [tokens, taps]
+    def hidden(self, row: int) -> Tensor | None:  # [tokens, taps]
+        """Hidden states of the committed tokens, for a row acquired with taps."""
 
     def reference(self) -> Reference:
         """The model by itself, to compare with."""
@@ -143,6 +142,7 @@ class SlotLM(ABC):
     context: int
     trees: bool = True
     asynchronous: bool = False
+    handy: bool = True
     stack: int = 0
     version: int = 0
     ends: Ends | None = None

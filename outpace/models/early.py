@@ -24,6 +24,7 @@ class EarlyLM:
     """A model's first layers. Its rows are the model's; what it began, only the model can keep."""
 
     asynchronous = False
+    handy = True
 
     def __init__(self, whole: SlotLM, layers: int):
         if not 0 < layers < whole.stack:
