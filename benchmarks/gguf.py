@@ -82,11 +82,12 @@ class Own:
 def ours(model: Model, prompt: list[int], method: str, count: int) -> tuple[float, list[int]]:
     """Seconds of each token after the first pass, and the answer."""
     model.lm.clear()
-    start, first, stream = 0.0, 0, model.stream(prompt, method=method, max_tokens=count, ignore_eos=True)
+    start, first, stream = 0.0, 0, model.stream(prompt, method=method, max_tokens=count)
     for piece in stream:
         if not start:
             start, first = time.perf_counter(), len(piece.tokens)
-    return (time.perf_counter() - start) / (count - first), stream.completions[0].tokens
+    answer = stream.completions[0].tokens
+    return (time.perf_counter() - start) / max(len(answer) - first, 1), answer
 
 
 def prompts(model: Model) -> dict[str, list[list[int]]]:
@@ -113,11 +114,11 @@ def main(
     for _ in track(range(rounds)):
         for kind, texts in asked.items():
             for text in texts:
-                times[kind, "llama.cpp"].append(own.seconds(text, max_tokens))
                 answers = {}
                 for name in method:
                     spent, answers[name] = ours(model, text, name, max_tokens)
                     times[kind, name].append(spent)
+                times[kind, "llama.cpp"].append(own.seconds(text, max(2, len(answers[method[0]]))))
                 wrong |= {name for name in method if answers[name] != answers[method[0]]}
     names = ["llama.cpp", *method]
     rows = [f"| {' | '.join(['tokens/s', *names])} |", "|" + "---|" * (len(names) + 1)]
