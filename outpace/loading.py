@@ -34,7 +34,9 @@ def load(
 
     if str(name).endswith(".gguf"):
         if dtype is not None or quantize is not None or eager:
-            raise UsageError("a GGUF file is run as it is: dtype, quantize and eager are for Transformers models")
+            raise UsageError(
+                "a GGUF file is run as it is: dtype, quantize, eager and training are for Transformers models"
+            )
         from outpace.gguf.load import load as load_gguf
 
         path = shelf.gguf(str(name)) if str(name).removesuffix(".gguf") in shelf.SHELF else Path(name)

@@ -42,7 +42,7 @@ SHOWN = 15  # predictions
 @app.command()
 @reports_errors
 def advise(
-    model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="Shelf name, folder, hub id or GGUF file.")] = DEFAULT_MODEL,
     prompts: Prompts = None,
     draft: Drafts = [],  # noqa: B006
     method: Methods = [],  # noqa: B006

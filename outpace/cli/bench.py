@@ -90,7 +90,7 @@ class Setup:
 @app.command()
 @reports_errors
 def bench(
-    model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="Shelf name, folder, hub id or GGUF file.")] = DEFAULT_MODEL,
     method: Methods = [],  # noqa: B006
     draft: Draft = None,
     policy: Policies = [],  # noqa: B006

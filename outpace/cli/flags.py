@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-ModelName = Annotated[str, typer.Option("--model", "-m", help="Shelf name, folder or hub id.")]
+ModelName = Annotated[str, typer.Option("--model", "-m", help="Shelf name, folder, hub id or GGUF file.")]
 Method = Annotated[str, typer.Option(help="A method of `outpace methods`.")]
 Draft = Annotated[str | None, typer.Option(help="Draft model: shelf name, folder or hub id.")]
 Options = Annotated[list[str], typer.Option("--option", "-o", help="An option of the method, as name=value.")]

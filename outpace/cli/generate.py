@@ -98,7 +98,7 @@ def generate(
 @app.command()
 @reports_errors
 def chat(
-    model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="Shelf name, folder, hub id or GGUF file.")] = DEFAULT_MODEL,
     method: Method = "auto",
     draft: Draft = None,
     option: Options = [],  # noqa: B006

@@ -46,7 +46,7 @@ OwnTokens = Annotated[int, typer.Option(min=1, help="Drop those of them that hav
 
 @reports_errors
 def data(
-    model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")],
+    model: Annotated[str, typer.Argument(help="Shelf name, folder, hub id or GGUF file.")],
     output: Output,
     prompts: Prompts = [],  # noqa: B006
     self_written: SelfWritten = 0,

@@ -55,7 +55,7 @@ Served = Annotated[str | None, typer.Option("--served-model", help="The server's
 @reports_errors
 def verify(
     model: Annotated[
-        str | None, typer.Argument(help="Shelf name, folder or hub id; the reference of a server.")
+        str | None, typer.Argument(help="Shelf name, folder, hub id or GGUF file; the reference of a server.")
     ] = None,
     method: Methods = [],  # noqa: B006
     draft: Draft = None,

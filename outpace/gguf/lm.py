@@ -111,6 +111,8 @@ class LlamaLM(SlotLM):
 
     def reserve(self, jobs: Seq[Job]) -> None:
         need = sum(len(job.tokens) for job in jobs)
+        if need > BATCH and any(job.tree is not None for job in jobs):  # a prompt goes in parts
+            raise CacheFull(f"{need} tokens are more than the {BATCH} of a pass", jobs[-1].row)
         if self.end + need <= self.runtime.cells:
             return
         busy = [i for i, row in enumerate(self.rows) if row.busy]
