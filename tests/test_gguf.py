@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused_with_numbers(file: File) -> None:
         lm.sync([[1] * 3000], [row])
     assert lm.memory(4096).fits is False
     with pytest.raises(CacheFull, match="2049 tokens are more than the 2048 of a pass"):
-        lm.score([Tree.chain([1] * 2049)], [row])
+        lm.score([Tree.chain([1] * 2049)], [lm.acquire([])])
 
 
 def test_logits_are_fetched_when_they_are_looked_at(file: File) -> None:
