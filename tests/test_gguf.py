@@ -153,6 +153,8 @@ def test_a_cache_that_is_full_is_made_anew_and_larger(file: File) -> None:
 
 
 def test_what_does_not_fit_is_refused_with_numbers(file: File) -> None:
+    with pytest.raises(UsageError, match="holds 100 tokens of this model, and 256 are the least"):
+        LlamaLM(file, cache_limit=100 * file.token_bytes)
     lm = LlamaLM(file, cache_limit=2048 * file.token_bytes)
     row = lm.acquire([])
     with pytest.raises(CacheFull, match="3000 tokens do not fit into a cache of 2048"):

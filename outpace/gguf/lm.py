@@ -24,7 +24,7 @@ from outpace.tree import ROOT
 
 ROWS = 64  # the first sequences are rows
 UNREAD = SEQUENCES - 1  # holds what was given up; those between are for branches
-CELLS = 4096  # of a new cache
+CELLS, LEAST = 4096, 256  # of a new cache; llama.cpp has none that is smaller
 
 
 class Rows:
@@ -79,7 +79,11 @@ class LlamaLM(SlotLM):
         self.file, self.vocab = file, file.vocab
         self.context: int = file.model.n_ctx_train
         room = cache_limit if cache_limit is not None else free(torch.device("cpu")) // 2
-        self.most = max(BATCH, room // file.token_bytes)  # cells
+        self.most = room // file.token_bytes  # cells
+        if self.most < LEAST:
+            raise UsageError(
+                f"a cache of {room} bytes holds {self.most} tokens of this model, and {LEAST} are the least"
+            )
         self.runtime = Runtime(file, min(CELLS, self.most))
         self.held: list[Held] = []
         self.end = 0  # cells that are taken
@@ -162,7 +166,7 @@ class LlamaLM(SlotLM):
         if pick is None or pick.temperature or pick.filters:
             return Output(rows[:], {})
         chosen = [self.runtime.greedy(place) for place in places]
-        # llama.cpp does not say how large the largest logit is, nor is it asked to: nobody wants to know.
+        # How large the largest logit is would have to be looked up: so one that is not finite goes unnoticed here.
         return Output(cast(Tensor, rows), {}, Chosen(chosen, [0.0] * len(chosen), [1.0] * len(chosen)))
 
     def _decode(self, jobs: Seq[Job]) -> list[int]:

@@ -1,9 +1,8 @@
 """Runtime: llama.cpp through its binding: a cache of cells, sequences that share them, and passes over them.
 
 What a token says must not depend on how many others are scored with it, or answers would differ with and without
-speculation, as they do in llama.cpp's own. There, a pass of one token adds up attention in another order than a pass of
-several, and activations that are rounded to 8 bits make large differences of small ones. Over a cache in q8_0, with
-flash attention, every row of a pass goes through the same code: so that is what we use (docs/gguf.md).
+speculation. With llama.cpp's default settings it does. Over a cache in q8_0, with flash attention, it does not: so that
+is what we use (docs/gguf.md).
 """
 
 from __future__ import annotations
