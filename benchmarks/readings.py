@@ -1,18 +1,22 @@
-"""Prompts that quote longer texts, made of what a model has written itself: to summarise, to answer from, to rework.
+"""Prompts of the kinds that people ask a chat model: about texts as long as a page, short questions, translations.
 
-    outpace train data MODEL --self-written 2000 --output own.jsonl
-    python benchmarks/readings.py MODEL own.jsonl --count 1500 --output readings.jsonl
-    outpace train data MODEL --prompts readings.jsonl --output answers.jsonl
+    python benchmarks/readings.py articles --output articles.jsonl
+    outpace train data MODEL --prompts articles.jsonl --temperature 0.8 --output own.jsonl
+    python benchmarks/readings.py readings MODEL own.jsonl --texts english.txt --foreign german.txt --output asked.jsonl
+    outpace train data MODEL --prompts asked.jsonl --longest-prompt 1300 --output answers.jsonl
 
-People ask about texts as long as a page; prompts that a small model thinks of are a sentence or two. A head that has
-only seen short texts guesses badly behind long ones.
+Prompts that a small model thinks of are a sentence or two. A head that has only seen those guesses badly where answers
+quote a long text, or a foreign one. The texts are what the model has written itself, and files of anybody's.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,41 +26,140 @@ from transformers import AutoTokenizer
 from outpace import shelf
 from outpace.train.records import Record, read
 
+app = typer.Typer(help=__doc__, add_completion=False, rich_markup_mode=None)
 SHORTEST = 60  # tokens of an answer that is worth quoting
-REWORKED = ("Rewrite your previous answer in a simpler way.", "Explain that again in more detail.", "Give an example.")
-TASKS = (
-    "Summarize: {text}",
-    "Summarize the following text in a few sentences.\n\n{text}",
+LONGEST = 4500  # characters of what a prompt quotes
+PARAGRAPH = 200  # characters that make a paragraph of a file worth quoting
+
+KINDS = ("a news article", "a newspaper report", "an encyclopedia article")
+EVENTS = (
+    "a court case", "a football match", "an election", "a film and its actors", "a band and its albums", "a storm",
+    "a crime", "a television series", "a royal family", "a new phone", "a car accident", "a war",
+    "a scientific discovery", "a company", "a school", "a celebrity", "a tennis tournament", "a river",
+    "a politician", "a protest", "a disease", "a football club", "a trade agreement", "a railway", "an animal",
+    "a novel and its author", "a hospital", "a museum", "a battle", "a song",
+)  # fmt: skip
+PLACES = (
+    "the United States", "England", "Scotland", "Germany", "France", "Spain", "Italy", "Russia", "China", "Japan",
+    "India", "Australia", "Brazil", "Mexico", "Canada", "South Africa", "Egypt", "Turkey", "Ireland", "New York",
+    "London", "Chicago", "California", "Texas", "Pakistan", "Nigeria", "Greece", "Poland", "Sweden", "Korea",
+)  # fmt: skip
+REWORKED = (
+    "Rewrite your previous answer in a simpler way.", "Explain that again in more detail.", "Give an example.",
+    "Rewrite it as a poem.", "Summarize your previous response in one sentence.", "Are you sure?",
+    "Make it shorter.", "What are the disadvantages?", "Write the same as a letter to a friend.",
+    "Put that into a list of five points.",
+)  # fmt: skip
+READ = (
+    "Summarize: {text}", "Summarize: {text}", "Summarize the following text in a few sentences.\n\n{text}",
     "{text}\n\nWhat are the main points of this text?",
-    "Translate English to German: {sentence}",
-)
+    "{text}\n\nWrite a headline for this article, and one sentence.", "Who is mentioned in this text?\n\n{text}",
+    "Correct the spelling of this text:\n\n{text}",
+)  # fmt: skip
+TRANSLATED = (
+    "Translate German to English: {text}", "Translate German to English: {text}", "Translate into English: {text}",
+    "What does this mean in English? {text}",
+)  # fmt: skip
+QUESTIONS = (
+    "Who played {a} in {b}?", "When did {a} come out?", "Where is {a} located?", "What is the meaning of {a}?",
+    "Who won {a} in {year}?", "How many seasons of {a} are there?", "Who wrote the book {a}?", "When was {a} born?",
+    "What is the population of {a}?", "Who sings the song {a}?", "Where was {a} filmed?",
+    "Who is the owner of {a}?", "What is {a} known for?", "When did {a} die?", "How old is {a}?",
+    "What is the difference between {a} and {b}?", "Who founded {a}?", "Why did {a} leave {b}?",
+    "What language is spoken in {a}?", "When was the last time {a} won {b}?", "What county is {a} in?",
+    "How far is {a} from {b}?", "Who was the president of {a} in {year}?", "What is the name of the {b} in {a}?",
+    "Where does the last name {a} come from?", "Who discovered {a}?",
+)  # fmt: skip
+NAME = re.compile(r"\b[A-Z][a-z]+(?: (?:of |the )*[A-Z][a-z]+)+")
 
 
-def quoted(texts: list[str], draw: random.Random) -> list[str]:
-    """One to four texts, one after the other."""
-    body = "\n".join(draw.sample(texts, draw.randint(1, 4)))
-    sentence = max(body.split(". ")[:3], key=len)
-    return [draw.choice(TASKS).format(text=body, sentence=sentence)]
+@dataclass(frozen=True)
+class Sources:
+    """What prompts are made of."""
+
+    pairs: list[tuple[str, str]]  # a question and its answer
+    texts: list[str]  # passages
+    foreign: list[str]
+    names: list[str]
 
 
-def asked(pairs: list[tuple[str, str]], draw: random.Random) -> list[str]:
-    """A question behind passages, one of which answers it."""
-    chosen = draw.sample(pairs, draw.randint(2, 5))
-    question = draw.choice(chosen)[0]
-    return ["\n".join(answer for _, answer in chosen) + f"\n{question}"]
+def read_text(sources: Sources, draw: random.Random) -> list[str]:
+    return [draw.choice(READ).format(text=" ".join(_some(sources.texts, draw, 4)))]
 
 
-def reworked(questions: list[str], draw: random.Random) -> list[str]:
-    return [draw.choice(questions), draw.choice(REWORKED)]
+def answered(sources: Sources, draw: random.Random) -> list[str]:
+    """A question behind passages: one that one of them answers, or one about a name that is in them."""
+    if draw.random() < 0.3:
+        chosen = draw.sample(sources.pairs, draw.randint(2, 4))
+        return ["\n".join(answer for _, answer in chosen)[:LONGEST] + f"\n{draw.choice(chosen)[0]}"]
+    passages = _some(sources.texts, draw, 4)
+    names = NAME.findall(" ".join(passages)) or sources.names
+    return ["\n".join(passages) + "\n" + _question(names, draw)]
 
 
-def main(
+def translated(sources: Sources, draw: random.Random) -> list[str]:
+    return [draw.choice(TRANSLATED).format(text=draw.choice(sources.foreign))]
+
+
+def questioned(sources: Sources, draw: random.Random) -> list[str]:
+    question = _question(sources.names, draw)
+    return [question if draw.random() < 0.5 else question[0] + question[1:].lower()]
+
+
+def reworked(sources: Sources, draw: random.Random) -> list[str]:
+    return [draw.choice(sources.pairs)[0], draw.choice(REWORKED)]
+
+
+ASKED: dict[Callable[[Sources, random.Random], list[str]], int] = {
+    read_text: 5, answered: 5, translated: 4, questioned: 3, reworked: 2,
+}  # fmt: skip
+
+
+def _question(names: list[str], draw: random.Random) -> str:
+    return draw.choice(QUESTIONS).format(a=draw.choice(names), b=draw.choice(names), year=draw.randint(1950, 2022))
+
+
+def _some(texts: list[str], draw: random.Random, most: int) -> list[str]:
+    """Passages that follow each other, as in an article, up to a page."""
+    start, chosen = draw.randrange(len(texts)), list[str]()
+    for text in texts[start : start + draw.randint(1, most)]:
+        if sum(map(len, chosen)) + len(text) <= LONGEST or not chosen:
+            chosen.append(text[:LONGEST])
+    return chosen
+
+
+def paragraphs(file: Path, shortest: int) -> list[str]:
+    """Of a plain text; WikiText's marks are taken out."""
+    lines = re.sub(r" @(.)@ ", r"\1", file.read_text(encoding="utf-8")).replace(" <unk>", "").splitlines()
+    lines = [re.sub(r" ([.,;:)'])", r"\1", line).replace("( ", "(").strip() for line in lines]
+    return [line for line in lines if len(line) >= shortest and not line.startswith("=")]
+
+
+def _write(output: Path, prompts: Iterable[list[str]]) -> None:
+    lines = [json.dumps({"turns": turns}) + "\n" for turns in prompts]
+    output.write_text("".join(lines), encoding="utf-8")
+    typer.echo(f"{len(lines)} prompts in {output}")
+
+
+@app.command()
+def articles(output: Annotated[Path, typer.Option(help="The file to write.")]) -> None:
+    """Prompts for texts that can be quoted."""
+    asked = "Write {kind} about {event} in {place}. Name people and places, and quote what they said."
+    every = itertools.product(KINDS, EVENTS, PLACES)
+    _write(output, ([asked.format(kind=kind, event=event, place=place)] for kind, event, place in every))
+
+
+@app.command()
+def readings(
     model: Annotated[str, typer.Argument(help="Shelf name or folder: whose tokenizer wrote the data.")],
     data: Annotated[list[Path], typer.Argument(help="Files of `outpace train data`.")],
     output: Annotated[Path, typer.Option(help="The file to write.")],
+    texts: Annotated[list[Path], typer.Option(help="Plain texts to quote, a paragraph a line.")],
+    foreign: Annotated[Path, typer.Option(help="A plain text in another language, a few sentences a line.")],
     count: Annotated[int, typer.Option(help="Prompts.")] = 1500,
     seed: int = 0,
 ) -> None:
+    """Prompts that quote texts, and such as need none."""
     tokenizer = AutoTokenizer.from_pretrained(shelf.folder(model) if model in shelf.SHELF else model)
 
     def said(record: Record) -> tuple[str, str]:
@@ -65,16 +168,12 @@ def main(
         return question.strip(), tokenizer.decode(record.answer, skip_special_tokens=True).strip()
 
     pairs = [said(record) for record in read(data) if len(record.tokens) - record.prompt >= SHORTEST]
-    draw, texts, questions = random.Random(seed), [answer for _, answer in pairs], [question for question, _ in pairs]
-    kinds: list[Callable[[], list[str]]] = [
-        lambda: quoted(texts, draw), lambda: asked(pairs, draw), lambda: reworked(questions, draw)
-    ]  # fmt: skip
-    with output.open("w", encoding="utf-8") as file:
-        for _ in range(count):
-            turns = draw.choices(kinds, weights=(4, 4, 2))[0]()
-            file.write(json.dumps({"turns": turns}) + "\n")
-    typer.echo(f"{count} prompts in {output}")
+    passages = [text for file in texts for text in paragraphs(file, PARAGRAPH)] + [answer for _, answer in pairs]
+    names = sorted({name for text in passages for name in NAME.findall(text)})
+    sources, draw = Sources(pairs, passages, paragraphs(foreign, 20), names), random.Random(seed)
+    kinds = draw.choices(list(ASKED), weights=list(ASKED.values()), k=count)
+    _write(output, (kind(sources, draw) for kind in kinds))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

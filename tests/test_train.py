@@ -175,7 +175,7 @@ def test_a_head_that_knows_the_target_loses_nothing(
     ids = torch.arange(VOCAB) if recipe.head.ids is None else recipe.head.ids
     anchors = torch.tensor([[2, 5, 7, 13, 20, 22]]).expand(3, -1)  # columns, as a head of blocks has them
 
-    def knowing(tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
+    def knowing(tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor) -> list[Guessed]:
         assert hidden.shape == (3, len(texts[0]), 32)
         ats = [anchors + 1 + step for step in range(steps)]
         rows = torch.arange(3)[:, None]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from outpace.models.ends import Ends
 
@@ -74,8 +75,15 @@ class Head(nn.Module):
         self.register_buffer("ids", ids)
 
     @abstractmethod
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
-        """Guesses of `steps` tokens at every place."""  # [batch, tokens], [batch, tokens, taps * hidden]
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
+        """Guesses of `steps` tokens at every place; a head that guesses at some only takes those that are asked for.
+
+        [batch, tokens], [batch, tokens, taps * hidden]; `asked` [batch, tokens]: behind which tokens chains start.
+        """
+
+    def pieces(self) -> list[nn.Module]:
+        """Modules that only calculate, each place by itself, which training compiles."""
+        return [module for module in self.modules() if isinstance(module, LlamaRMSNorm | LlamaMLP)]
 
     def own(self) -> dict[str, Tensor]:
         """What is saved: all that is not the target's."""

@@ -162,10 +162,10 @@ class Block(Parallel):
             context.extend(part, self.size)
         return contexts
 
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
         """Blocks at some columns, drawn anew every time; at all of them if they are few."""
         self.check(steps)
-        columns = self._columns(tokens)  # [batch, blocks]
+        columns = self._columns(tokens, asked)  # [batch, blocks]
         device, size = tokens.device, self.size
         fused, newest = self._fused(hidden), tokens.gather(1, columns + 1)
         places = (columns + 1)[..., None] + torch.arange(size, device=device)  # [batch, blocks, size]
@@ -183,12 +183,14 @@ class Block(Parallel):
         slots = self.norm(states).unflatten(1, (-1, size))[:, :, 1 : 1 + steps].unbind(2)
         return [Guessed(slot, columns + 1 + step, self.logits) for step, slot in enumerate(slots)]
 
-    def _columns(self, tokens: Tensor) -> Tensor:  # [batch, tokens] -> [batch, blocks]
+    def _columns(self, tokens: Tensor, asked: Tensor | None) -> Tensor:  # [batch, tokens] -> [batch, blocks]
         rows, count = tokens.shape[0], tokens.shape[1] - 1
         if count <= self.anchors:
             return torch.arange(count, device=tokens.device).expand(rows, -1)
-        drawn = torch.rand(rows, count, device=tokens.device).topk(self.anchors).indices
-        return drawn.sort(-1).values
+        drawn = torch.rand(rows, count, device=tokens.device)
+        if asked is not None:
+            drawn = drawn + asked[:, 1:]
+        return drawn.topk(self.anchors).indices.sort(-1).values
 
 
 def _seen(columns: Tensor, length: int, size: int) -> Tensor:

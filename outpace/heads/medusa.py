@@ -40,6 +40,9 @@ class Medusa(Parallel):
     def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
         return {"taps": (stack,)}
 
+    def pieces(self) -> list[nn.Module]:
+        return list(self.shifts)
+
     @property
     def dtype(self) -> torch.dtype:
         return next(self.shifts.parameters()).dtype
@@ -48,7 +51,7 @@ class Medusa(Parallel):
         last = torch.stack([text.hidden[-1] for text in texts if text.hidden is not None]).to(self.dtype)
         return self.logits(torch.stack([shift(last) for shift in self.shifts], dim=1))
 
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
         self.check(steps)
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         states = [shift(hidden.to(self.dtype)) for shift in self.shifts[:steps]]

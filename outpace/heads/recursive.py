@@ -129,8 +129,9 @@ class Recursive(Head, PreTrainedModel):
         logits = self.get_output_embeddings()(out.hidden_states[0][:, kept])
         return CausalLMOutput(logits=self.spread(logits, self.config.vocab_size))
 
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int) -> list[Guessed]:
-        states, chained, guessed = self.model.fuse(hidden), unrolled.Chained(), list[Guessed]()
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
+        guessed: list[Guessed] = []
+        states, chained = self.model.fuse(hidden), unrolled.Chained()
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
         before, self.config._attn_implementation = self.config._attn_implementation, unrolled.NAME
         try:

@@ -6,19 +6,42 @@ steps before, which lies in its own column; so one pass per step trains the chai
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from outpace.models.quick import quick
+
 NAME = "outpace_unrolled"
+_quick = cache(quick)
+
+
+class Sides(NamedTuple):
+    """Keys or values of a layer: those of the text, and those that chains have made, each in its own column."""
+
+    text: Tensor  # [batch, heads, columns, dim]
+    own: Tensor | None  # [batch, heads, columns, steps, dim]
+
+    def then(self, new: Tensor) -> Sides:  # [batch, heads, columns, dim]
+        new = new.unsqueeze(3)
+        return Sides(self.text, new if self.own is None else torch.cat([self.own, new], dim=3))
 
 
 class Chained:
     """Keys and values of the steps so far, by layer."""
 
     def __init__(self) -> None:
-        self.keys: dict[int, list[Tensor]] = {}  # layer -> steps of [batch, heads, columns, dim]
-        self.values: dict[int, list[Tensor]] = {}
+        self.keys: dict[int, Sides] = {}
+        self.values: dict[int, Sides] = {}
+
+    def add(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sides, Sides]:
+        """What a step sees: all there was, and its own."""
+        for sides, new in ((self.keys, key), (self.values, value)):
+            sides[layer] = sides[layer].then(new) if layer in sides else Sides(new, None)
+        return self.keys[layer], self.values[layer]
 
 
 def attend(
@@ -33,23 +56,24 @@ def attend(
     **_: object,
 ) -> tuple[Tensor, None]:  # [batch, columns, heads, dim]
     groups = query.shape[1] // key.shape[1]
-    keys = chained.keys.setdefault(module.layer_idx, [])  # type: ignore[arg-type]
-    values = chained.values.setdefault(module.layer_idx, [])  # type: ignore[arg-type]
-    keys.append(key.repeat_interleave(groups, dim=1))
-    values.append(value.repeat_interleave(groups, dim=1))
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    keys, values = chained.add(module.layer_idx, key, value)  # type: ignore[arg-type]
     query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if len(keys) == 1:
-        out = nn.functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True, scale=1.0)
-        return out.transpose(1, 2), None
+    if keys.own is None or values.own is None:
+        out = nn.functional.scaled_dot_product_attention(query, keys.text, values.text, is_causal=True, scale=1.0)
+    else:
+        out = _quick(_mixed, query.device)(query, keys.text, values.text, keys.own, values.own)
+    return out.transpose(1, 2), None
+
+
+def _mixed(query: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
+    """Over the text up to a column, and over what the column's own chain has made."""  # [batch, heads, columns, dim]
     columns = query.shape[2]
     later = torch.ones(columns, columns, dtype=torch.bool, device=query.device).triu(1)
-    before = (query @ keys[0].transpose(-1, -2)).masked_fill(later, -torch.inf)
-    own = torch.stack([(query * k).sum(-1) for k in keys[1:]], dim=-1)  # [batch, heads, columns, steps]
-    weights = torch.cat([before, own], dim=-1).softmax(-1, dtype=torch.float32).to(value.dtype)
-    out = weights[..., :columns] @ values[0]
-    for step, v in enumerate(values[1:]):
-        out = out + weights[..., columns + step, None] * v
-    return out.transpose(1, 2), None
+    before = (query @ keys.transpose(-1, -2)).masked_fill(later, -torch.inf)
+    own = (query.unsqueeze(3) * own_keys).sum(-1)  # [batch, heads, columns, steps]
+    weights = torch.cat([before, own], dim=-1).softmax(-1, dtype=torch.float32).to(values.dtype)
+    return weights[..., :columns] @ values + (weights[..., columns:, None] * own_values).sum(3)
 
 
 AttentionInterface.register(NAME, attend)

@@ -50,10 +50,10 @@ def apart(ours: Tensor, theirs: Tensor) -> float:
 
 
 @contextmanager
-def recording(model: PreTrainedModel, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+def recording(model: PreTrainedModel, taps: tuple[int, ...], row: int | None = 0) -> Iterator[dict[int, Tensor]]:
     """Hidden states of a pass as Transformers numbers them: 0 the embeddings, i the output of layer i, the last one
-    after the final norm; negative taps count from the end."""
-    recorded: dict[int, Tensor] = {}  # tap -> [tokens, hidden]
+    after the final norm; negative taps count from the end. Of one row of the batch, or of all with None."""
+    recorded: dict[int, Tensor] = {}  # tap -> [tokens, hidden], or [batch, tokens, hidden]
     handles: list[RemovableHandle] = []
     if not taps:
         yield recorded
@@ -61,11 +61,14 @@ def recording(model: PreTrainedModel, taps: tuple[int, ...]) -> Iterator[dict[in
     decoder, name = decoder_layers(model)
     stack = getattr(decoder, name)
 
+    def keep(tap: int, states: Tensor) -> None:
+        recorded[tap] = states if row is None else states[row]
+
     def record_input(tap: int, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        recorded[tap] = (args[0] if args else kwargs["hidden_states"])[0]
+        keep(tap, args[0] if args else kwargs["hidden_states"])
 
     def record_output(tap: int, out: object) -> None:
-        recorded[tap] = out[0][0] if isinstance(out, tuple) else out.last_hidden_state[0]  # type: ignore[attr-defined]
+        keep(tap, out[0] if isinstance(out, tuple) else out.last_hidden_state)  # type: ignore[attr-defined]
 
     try:
         for tap in taps:

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence as Seq
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outpace.errors import UsageError
 from outpace.train.records import Record
 
 POOL = 1024  # records that are put in order of length together: what is alike in length differs from epoch to epoch
+WIDTHS = 32  # that batches have: steps up to the longest text
 
 
 class Batch(NamedTuple):
@@ -24,6 +25,19 @@ class Batch(NamedTuple):
 
     def to(self, device: str | torch.device) -> Batch:
         return Batch(*(tensor.to(device) for tensor in self))
+
+    def filled(self, budget: int, length: int) -> Batch:
+        """Padded to one of few shapes: libraries of a GPU plan anew for each, which takes longer than a step."""
+        rows, width = self.tokens.shape
+        wide = _rounded(width, length)
+        below, beside = max(budget // wide - rows, 0), wide - width
+        tokens, mask = (nn.functional.pad(tensor, (0, beside, 0, below)) for tensor in self[:2])
+        return Batch(tokens, mask, nn.functional.pad(self.lengths, (0, below)))
+
+
+def _rounded(size: int, length: int) -> int:
+    step = max(1, length // WIDTHS)
+    return -(-size // step) * step
 
 
 def batches(records: Seq[Record], tokens_per_batch: int, length: int, seed: int = 0, epoch: int = 0) -> Iterator[Batch]:
@@ -46,7 +60,8 @@ def plan(records: Seq[Record], tokens_per_batch: int, length: int, seed: int = 0
     found: list[list[int]] = []
     for start in range(0, len(usable), POOL):
         pool = sorted(usable[start : start + POOL], key=lambda i: min(len(records[i].tokens), length))
-        found += _cut(pool, [min(len(records[i].tokens), length) for i in pool], tokens_per_batch)
+        sizes = [_rounded(min(len(records[i].tokens), length), length) for i in pool]
+        found += _cut(pool, sizes, tokens_per_batch)
     draw.shuffle(found)
     return found
 

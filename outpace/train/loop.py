@@ -139,7 +139,7 @@ class Loop:
         said = torch.zeros(1, dtype=torch.float64)  # loss, then acceptance of each token ahead
         with self._seeded(step):
             for index, (part, count) in enumerate(parts):
-                ours, share = part.to(self.device), count / max(total, 1)
+                ours, share = self._placed(part), count / max(total, 1)
                 with world.apart(self.module, index + 1 < len(parts)):
                     lost = self.module(ours, step, self.settings.steps)
                     (lost.loss * share * world.size).backward()
@@ -156,6 +156,11 @@ class Loop:
         self.reached = replace(self.reached, step=step + 1, epoch=group[-1].epoch, batches=group[-1].batches)
         loss, *acceptance = world.sum(said.tolist(), self.device)
         return Point(step + 1, loss, acceptance, norm, now, int(total), time.perf_counter() - start)
+
+    def _placed(self, part: Batch) -> Batch:
+        if self.device.type == "cuda":
+            part = part.filled(self.settings.batch // self.world.size, self.settings.length)
+        return part.to(self.device)
 
     @contextmanager
     def _seeded(self, step: int) -> Iterator[None]:

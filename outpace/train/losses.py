@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from outpace.models.kernels import runtime
+from outpace.models.quick import quick
 
 TILE = 1 << 24  # logits that are looked at together: 64 MB for each thing that is computed of them
 WIDE = 8  # so many times as many on a GPU: small pieces would keep it waiting
@@ -43,6 +43,7 @@ class Lost(NamedTuple):
 
 
 Loss: TypeAlias = Callable[[Seq[Laws]], Lost]
+_quick = cache(quick)
 
 
 class Compared(NamedTuple):
@@ -69,7 +70,7 @@ class _Compare(torch.autograd.Function):
         dtype = torch.promote_types(torch.promote_types(draft.dtype, target.dtype), torch.float32)
         found = draft.new_zeros((6, len(draft)), dtype=dtype)
         for places in _tiles(counted, draft.shape[1]):
-            found[:, places] = _on(draft.device, _measured)(draft, target, places, at[places], dtype)
+            found[:, places] = _quick(_measured, draft.device)(draft, target, places, at[places], dtype)
         log_alpha, cross, entropy = found[2:5]
         ctx.save_for_backward(draft, target, counted, at, found)
         ctx.mark_non_differentiable(entropy)
@@ -83,7 +84,7 @@ class _Compare(torch.autograd.Function):
         grad = torch.zeros_like(draft)  # [places, vocab]
         for places in _tiles(counted, draft.shape[1]):
             slopes = [None if slope is None else slope[places] for slope in (d_alpha, d_cross)]
-            grad[places] = _on(draft.device, _gradient)(draft, target, places, at[places], found[:, places], slopes)
+            grad[places] = _quick(_gradient, draft.device)(draft, target, places, at[places], found[:, places], slopes)
         return grad, None, None, None
 
 
@@ -113,16 +114,6 @@ def _gradient(
     if d_cross is not None:
         gradient = gradient + (q.exp() - p.exp()) * d_cross[:, None]
     return gradient.to(draft.dtype)
-
-
-@cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=True)
-
-
-def _on(device: torch.device, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One kernel instead of some twenty, which each read and write all logits, where that can be had."""
-    return _compiled(function) if device.type == "cuda" and runtime.AVAILABLE else function
 
 
 def _tiles(places: Tensor, vocab: int) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from outpace.api import Model
 from outpace.errors import UsageError, unknown
 from outpace.heads import store
 from outpace.heads.base import Guessed, Head
+from outpace.models.quick import quicken
 from outpace.models.taps import decoder_layers
 from outpace.train.batches import Batch
 from outpace.train.losses import LOSSES, Laws, Loss, Lost
@@ -97,6 +98,7 @@ class HeadRecipe:
         for parameter in self.parameters():  # not those that are the target's
             parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
         self.computing = computing(self.target.device, dtype, settings.bf16)
+        quicken(self.head.pieces(), self.target.device)
 
     def _started(self, records: Seq[Record]) -> Head:
         given, kind = self.settings, self.settings.kind
@@ -128,7 +130,7 @@ class HeadRecipe:
             counts = counts & torch.isin(told.logits.argmax(-1), self.head.ids)
             wanted = wanted[..., self.head.ids]
         with self.computing:
-            guessed = self.head.unroll(batch.tokens, told.hidden, self.ahead)
+            guessed = self.head.unroll(batch.tokens, told.hidden, self.ahead, started)
             laws = self._laws(guessed, wanted, started, counts)
         return self.measure(laws)
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from outpace.errors import UsageError
 from outpace.models.base import LM
-from outpace.models.taps import twin
+from outpace.models.quick import quicken
+from outpace.models.taps import decoder_layers, recording, twin
 from outpace.train.batches import Batch
 
 
@@ -34,6 +35,8 @@ class Target:
 
     def __init__(self, lm: LM):
         self.model = twin(module_of(lm))
+        decoder, name = decoder_layers(self.model)
+        quicken(getattr(decoder, name), self.device)
 
     @property
     def device(self) -> torch.device:
@@ -42,9 +45,9 @@ class Target:
     @torch.no_grad()
     def tell(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> Told:  # [batch, tokens]
         """One plain pass; texts are padded at the end, where nothing before it can see."""
-        out = self.model(input_ids=tokens, use_cache=False, output_hidden_states=bool(taps))
-        hidden = torch.cat([out.hidden_states[tap] for tap in taps], dim=-1) if taps else None
-        return Told(out.logits, hidden)
+        with recording(self.model, taps, row=None) as recorded:  # Transformers' own way would interrupt compiled layers
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+        return Told(logits, torch.cat([recorded[tap] for tap in taps], dim=-1) if taps else None)
 
 
 def answered(batch: Batch) -> Tensor:  # [batch, tokens]

@@ -20,6 +20,8 @@ from outpace.errors import UnsupportedModel, UsageError
 from outpace.layers import Probe, Sample, parse, without
 from outpace.loading import load, wrap
 from outpace.models import prune
+from outpace.models.quick import quicken
+from outpace.models.taps import decoder_layers, twin
 from outpace.train import exits
 from outpace.train.batches import Batch
 from outpace.train.losses import Laws, Lost, alpha
@@ -46,6 +48,9 @@ class Whole:
         self.computing = computing(self.target.device, self.trained.dtype, settings.bf16)
         # It runs on the tensors that are trained, so it always serves what they are.
         self.served = wrap(self.trained, model.tokenizer, name=model.name, eager=True)
+        self.fit = twin(self.trained)
+        decoder, name = decoder_layers(self.fit)
+        quicken(getattr(decoder, name), self.target.device)
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.trained.parameters())
@@ -88,7 +93,7 @@ class LayerSkipRecipe(Whole):
 
     def __init__(self, settings: Settings, model: Model, records: Seq[Record]):
         super().__init__(settings, model, module_of(model.lm))
-        self.exits = exits.Exits(self.trained)
+        self.exits = exits.Exits(self.fit)
         self.stack = len(self.exits.layers)
         self.method = registry.method("layerskip", **settings.option)
         self.exit = settings.option.get("exit") or max(1, self.stack // 4)
@@ -141,7 +146,7 @@ class DraftRecipe(Whole):
     def loss(self, batch: Batch, step: int, total: int) -> Lost:
         rows, at, target = self.wanted(batch)
         with self.computing:
-            logits = self.trained(input_ids=batch.tokens, use_cache=False).logits
+            logits = self.fit(input_ids=batch.tokens, use_cache=False).logits
         return self.judge(logits[rows, at], target)
 
     def serve(self) -> Served:
