@@ -12,6 +12,7 @@ from outpace.errors import UsageError
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt: TypeAlias = str | Seq[Message] | Seq[int]  # text, a chat, or token ids
+WINDOW = 8  # tokens that are spelled together: to begin anew with each would spell every token twice
 
 
 class Tokenizer(Protocol):
@@ -69,21 +70,27 @@ class Detokenizer:
         self.tokens: list[int] = []
         self.start = 0  # decoding begins here: early enough for tokens that depend on the one before
         self.done = 0  # text of tokens before this one has been given out
+        self._last = 0  # where the last of those begin whose text was given out together
+        self._given = ""  # text from `start` to `done`
 
     def push(self, token: int) -> str:
         """The text that this token completes."""
         self.tokens.append(token)
-        before, after = self._decode(self.start, self.done), self._decode(self.start, len(self.tokens))
-        if len(after) <= len(before) or after.endswith("\ufffd"):
+        text = self._decode(self.start, len(self.tokens))
+        if len(text) <= len(self._given) or text.endswith("\ufffd"):
             return ""
-        self.start, self.done = self.done, len(self.tokens)
-        return after[len(before) :]
+        new = text[len(self._given) :]
+        self._last, self.done, self._given = self.done, len(self.tokens), text
+        if self.done - self.start >= WINDOW:
+            self.start, self._given = self._last, self._decode(self._last, self.done)
+        return new
 
     def flush(self) -> str:
         """What is left at the end, unfinished characters included."""
-        before, after = self._decode(self.start, self.done), self._decode(self.start, len(self.tokens))
-        self.start = self.done = len(self.tokens)
-        return after[len(before) :]
+        text, given = self._decode(self.start, len(self.tokens)), self._given
+        self.start = self.done = self._last = len(self.tokens)
+        self._given = ""
+        return text[len(given) :]
 
     def _decode(self, start: int, end: int) -> str:
         return self.tokenizer.decode(self.tokens[start:end], skip_special_tokens=True)

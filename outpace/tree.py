@@ -56,7 +56,8 @@ class Budget:
         depth = max(0, min(self.depth, depth))
         width = self.width if trees else 1
         nodes = min(self.nodes, depth) if width == 1 else self.nodes * (depth > 0)
-        return replace(self, depth=depth, nodes=nodes, width=width)
+        same = (depth, nodes, width) == (self.depth, self.nodes, self.width)
+        return self if same else replace(self, depth=depth, nodes=nodes, width=width)
 
 
 OFF = Budget(depth=0, nodes=0)
@@ -184,6 +185,8 @@ class Tree:
 
     def trim(self, budget: Budget) -> Tree:
         """What of the tree fits the budget: the first nodes, shallow enough, at most `width` under each parent."""
+        if len(self) == 1:
+            return self
         depths, kept, used = self.depths, {ROOT: None}, [0] * len(self)
         for node in range(1, len(self)):
             parent = self.parents[node]

@@ -217,11 +217,17 @@ class LlamaLM(SlotLM):
         return sequence
 
     def commit(self, row: int, path: list[int]) -> None:
-        held, first = self.held[row], len(self.rows[row].tokens)
-        if not held.nodes:
-            return
+        held = self.held[row]
+        if len(path) < len(held.nodes):
+            self._drop(row, path)
+        held.cells += [held.nodes[node] for node in path]
+        held.forget_tree()
+
+    def _drop(self, row: int, path: list[int]) -> None:
+        """Give up the nodes that are not on this path; those on it become part of the row's own sequence."""
+        held, first, kept = self.held[row], len(self.rows[row].tokens), set(path)
         depths = self._depths(row)
-        gone = {held.nodes[node]: node for node in range(len(held.nodes)) if node not in set(path)}
+        gone = {cell: node for node, cell in enumerate(held.nodes) if node not in kept}
         end = self._tail(gone)
         for cell, node in gone.items():
             if cell < end:
@@ -234,8 +240,6 @@ class LlamaLM(SlotLM):
         for sequence in set(held.sequences) - {row}:
             self.runtime.remove(sequence, 0)
             self._branches.append(sequence)
-        held.cells += [held.nodes[node] for node in path]
-        held.forget_tree()
         self.end = end
 
     def _depths(self, row: int) -> list[int]:
