@@ -76,7 +76,7 @@ class Simulated(ReplayLM):
 
 
 class Target:
-    vocab, context, trees = VOCAB, 8192, True
+    vocab, context, trees, stack = VOCAB, 8192, True, 0
 
 
 def noise(words: int, seed: int, count: int = 256) -> Recording:
