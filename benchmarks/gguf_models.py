@@ -1,6 +1,6 @@
 """GGUF models: our loop beside llama.cpp and its own speculation, in one run; tokens per second behind the prompt.
 
-    python benchmarks/gguf_models.py MODEL.gguf --prompts spec_bench.jsonl --draft SMALL.gguf --update docs/benchmarks.md
+    python benchmarks/gguf_models.py MODEL.gguf --prompts spec_bench.jsonl --draft SMALL.gguf
 
 Prompts of a file by task, or chat prompts of ours; edits of code, whose answer repeats most of the prompt if the model
 is up to it; and retrieval that quotes it. `llama.cpp` is the library that we run on, with its own settings (a cache in

@@ -196,7 +196,7 @@ def _pass(lm: LM, rows: list[int], size: int, clock: Clock) -> float:
     trees = [Tree.chain([(5 * i + 3) % lm.vocab for i in range(size)]) for _ in rows]
     start = clock.now()
     for found in lm.score(trees, rows, picks=[Pick(0, 0.0)] * len(rows)):  # as a greedy request does
-        _ = found.logits.max(-1).indices.tolist() if found.chosen is None else found.chosen.tokens  # waits for it
+        _ = found.logits.max(-1).indices.tolist() if found.chosen is None else list(found.chosen.tokens)  # waits
     lm.keep([[0] for _ in rows], rows)
     return clock.now() - start
 

@@ -71,8 +71,8 @@ class Stats:
         return asdict(self) | derived | {"acceptance_by_depth": self.acceptance_by_depth}
 
 
-class timed:  # noqa: N801
-    """Add the seconds of a block to those of its name. A class: several of them run in every pass, and this is short."""
+class timed:
+    """Add the seconds of a block to those of its name. A class, since it is short: several run in every pass."""
 
     __slots__ = ("name", "seconds", "start")
 

@@ -106,7 +106,7 @@ def _warm_law(seq: Sequence, logits: Tensor) -> Tensor:
     return shaped.double().softmax(-1)
 
 
-def _made(seq: Sequence, tokens: list[int], values: list[float]) -> Callable[[int], int]:
+def _made(seq: Sequence, tokens: Seq[int], values: list[float]) -> Callable[[int], int]:
     """Choices that were made at all nodes at once."""
 
     def choose(node: int) -> int:

@@ -56,6 +56,20 @@ class Rows:
         return getattr(self._whole, name)
 
 
+class Likeliest(Seq[int]):
+    """The likeliest token of each node, found when it is asked for: below a guess that was wrong nobody asks."""
+
+    def __init__(self, runtime: Runtime, places: list[int]):
+        self._runtime, self._places, self._pass = runtime, places, runtime.passes
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        assert self._pass == self._runtime.passes, "choices are looked at before the next pass"
+        return self._runtime.greedy(self._places[index])
+
+
 @dataclass
 class Held:
     """What a row has in the cache."""
@@ -165,9 +179,9 @@ class LlamaLM(SlotLM):
         pick = job.pick
         if pick is None or pick.temperature or pick.filters:
             return Output(rows[:], {})
-        chosen = [self.runtime.greedy(place) for place in places]
         # How large the largest logit is would have to be looked up: so one that is not finite goes unnoticed here.
-        return Output(cast(Tensor, rows), {}, Chosen(chosen, [0.0] * len(chosen), [1.0] * len(chosen)))
+        chosen = Chosen(Likeliest(self.runtime, places), [0.0] * len(places), [1.0] * len(places))
+        return Output(cast(Tensor, rows), {}, chosen)
 
     def _decode(self, jobs: Seq[Job]) -> list[int]:
         """Run a pass; where in it each job begins."""

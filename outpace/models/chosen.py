@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from typing import NamedTuple
 class Chosen:
     """The choice at each node, and the largest logit there, which is not finite where no choice could be made."""
 
-    tokens: list[int]
+    tokens: Seq[int]  # found when they are looked at, perhaps
     best: list[float]
     probs: list[float]  # of the choices, after the temperature
 
