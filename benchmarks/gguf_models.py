@@ -224,6 +224,7 @@ def main(
     path: Annotated[Path, typer.Argument(help="GGUF file.")],
     method: Annotated[list[str], typer.Option("--method", "-m", help="Of ours.")] = ["plain", "suffix", "auto"],  # noqa: B006
     prompts_: Annotated[Path | None, typer.Option("--prompts", help="JSONL file; its tasks become rows.")] = None,
+    kind: Annotated[list[str], typer.Option(help="Rows of the table; all if none is named.")] = [],  # noqa: B006
     limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 2,
     draft: Annotated[Path | None, typer.Option(help="GGUF file: the draft method of both.")] = None,
     mode: Annotated[list[str], typer.Option(help="Speculation of llama.cpp's server.")] = list(MODES),  # noqa: B006
@@ -236,14 +237,14 @@ def main(
         _served()  # or say so before anything is loaded
     model = outpace.load(path)
     field = Field(path, model, Own(path), method, draft, tuple(mode) if server else (), max_tokens)
-    asked = prompts(model, prompts_, limit)
-    ours(model, asked["retrieval"][0], 16, method="auto")  # what costs are not known yet is measured now
+    asked = {name: texts for name, texts in prompts(model, prompts_, limit).items() if not kind or name in kind}
+    ours(model, next(iter(asked.values()))[0], 16, method="auto")  # what costs are not known yet is measured now
     results = Results(defaultdict(list), field.names)
     for _ in range(rounds):
         contestants = field.fresh()
-        for kind, i in track([(kind, i) for kind, texts in asked.items() for i in range(len(texts))]):
+        for at, i in track([(at, i) for at, texts in asked.items() for i in range(len(texts))]):
             for name, ask in contestants.items():
-                results.answers[kind, i, name].append(ask(asked[kind][i]))
+                results.answers[at, i, name].append(ask(asked[at][i]))
     rows = results.table()
     wrong = ", ".join(results.differing(name, field.methods[0]) for name in field.methods[1:])
     rows.append(f"\nPrompts whose answer differs from that of our `{field.methods[0]}`: {wrong or 'none'}.")
