@@ -176,6 +176,13 @@ def test_logits_are_fetched_when_they_are_looked_at(file: File) -> None:
         stale[0]
 
 
+def test_the_likeliest_token_is_asked_for_where_the_text_gets_to(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, greedy = list[int](), Runtime.greedy
+    monkeypatch.setattr(Runtime, "greedy", lambda self, index: asked.append(index) or greedy(self, index))
+    done = model.generate(TEXTS[0], method="ngram", depth=4, max_tokens=TOKENS)
+    assert done.stats.drafted > done.stats.accepted and len(asked) == len(done.tokens)
+
+
 def test_auto_does_without_those_that_look_at_every_logit(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runtime, "logits", None)  # who looked would call it
     method = registry.method("auto")
