@@ -220,6 +220,16 @@ class Results:
         return f"{name} {sum(found)} of {len(found)}"
 
 
+def report(results: Results, field: Field) -> str:
+    rows = results.table()
+    wrong = ", ".join(results.differing(name, field.methods[0]) for name in field.methods[1:])
+    rows.append(f"\nPrompts whose answer differs from that of our `{field.methods[0]}`: {wrong or 'none'}.")
+    if field.modes:
+        theirs = ", ".join(results.differing(mode, SERVER) for mode in field.modes)
+        rows.append(f"Prompts whose text differs from that of `{SERVER}` without speculation: {theirs}.")
+    return "\n".join(rows)
+
+
 def main(
     path: Annotated[Path, typer.Argument(help="GGUF file.")],
     method: Annotated[list[str], typer.Option("--method", "-m", help="Of ours.")] = ["plain", "suffix", "auto"],  # noqa: B006
@@ -245,15 +255,10 @@ def main(
         for at, i in track([(at, i) for at, texts in asked.items() for i in range(len(texts))]):
             for name, ask in contestants.items():
                 results.answers[at, i, name].append(ask(asked[at][i]))
-    rows = results.table()
-    wrong = ", ".join(results.differing(name, field.methods[0]) for name in field.methods[1:])
-    rows.append(f"\nPrompts whose answer differs from that of our `{field.methods[0]}`: {wrong or 'none'}.")
-    if field.modes:
-        theirs = ", ".join(results.differing(mode, SERVER) for mode in field.modes)
-        rows.append(f"Prompts whose text differs from that of `{SERVER}` without speculation: {theirs}.")
-    typer.echo("\n".join(rows))
+        rows = report(results, field)  # after every round: a run that is broken off has said something
+        typer.echo(rows)
     if update_ is not None:
-        update(update_, PLACE, "\n".join(rows))
+        update(update_, PLACE, rows)
 
 
 if __name__ == "__main__":
