@@ -21,9 +21,7 @@ LEVELS = 12  # the deepest that a draft model is asked for
 LEVEL, DRAFTED = -2, 0.6  # bin and prior of "a draft model is right at this depth", however sure it was
 DEPTHS = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # bucket of each depth; all deeper ones are in the last
 BUCKETS = LEVELS + 1
-STRENGTH = (
-    12.0  # judged guesses that a prior counts for: where guesses are dear, the first ones that were right mislead
-)
+STRENGTH = 12.0  # judged guesses that a prior counts for: where guesses are dear, a few lucky ones would mislead
 FADE = 60.0  # judged guesses after which a prior counts for half of that
 KEPT = 0.995  # of what is known, at each new guess of the same kind
 LOCAL_KEPT = 0.5 ** (1 / 24)  # half of what a request showed is forgotten after 24 judged places
