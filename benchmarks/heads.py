@@ -62,7 +62,7 @@ def main(
     update_: Annotated[Path | None, typer.Option("--update", help="Document whose table is written.")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Counts as a file.")] = None,
 ) -> None:
-    target = outpace.load(model)
+    target, small = outpace.load(model), outpace.load(draft) if draft else None
     target.max_rows = rows
     found = tasks.load(prompts, limit=limit)
     names = list(dict.fromkeys(prompt.task for prompt in found))
@@ -71,7 +71,7 @@ def main(
     lines, counts = [], {}
     for spec in track(method, disable=not torch.cuda.is_available() and len(method) == 1):
         start = time.perf_counter()
-        extra = {"draft": draft} if draft and spec.startswith("draft") else {}
+        extra = {"draft": small} if small is not None and spec.startswith("draft") else {}
         by, answers = counted(target, found, method=spec, verifier=verifier, **given, **extra)
         if wanted is not None and answers != wanted:
             differing = sum(a != b for a, b in zip(answers, wanted, strict=True))

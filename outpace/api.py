@@ -265,6 +265,8 @@ class Model:
 
     def draft_of(self, draft: Model | LM) -> LM:
         """The draft as our tokens see it; a bare LM is taken to have the same ones."""
+        if isinstance(draft, str | Path):
+            raise UsageError(f"a draft is a model that was loaded: draft=outpace.load({str(draft)!r})")
         if not isinstance(draft, Model):
             return draft
         key = id(draft.lm), id(draft.tokenizer)

@@ -25,6 +25,7 @@ def test_wrong_names_suggest_the_nearest(toy: Model) -> None:
         "did you mean 'residual'": {"verifier": "residul"},
         "did you mean 'threshold'": {"policy": "confidence:treshold=0.3"},
         "needs draft": {"method": "draft"},
+        r"draft=outpace.load\(.small.\)": {"method": "draft", "draft": "small"},
         "max_tokens and n": {"max_tokens": 0},
         "temperature=-1": {"temperature": -1.0},
         "top_p=0": {"top_p": 0.0},
