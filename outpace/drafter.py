@@ -57,10 +57,10 @@ class Shaped(Drafter):
     width: int
 
     def __post_init__(self) -> None:
-        if self.depth < 0 or self.nodes < 0 or self.width < 1:
-            given = f"{self.depth}, {self.nodes}, {self.width}"
-            name = type(self).__name__.lower()
-            raise UsageError(f"{name} needs depth >= 0, nodes >= 0 and width >= 1, got {given}")
+        given = (self.depth, self.nodes, self.width)
+        if not all(isinstance(n, int) for n in given) or self.depth < 0 or self.nodes < 0 or self.width < 1:
+            name, got = type(self).__name__.lower(), ", ".join(map(str, given))
+            raise UsageError(f"{name} needs depth >= 0, nodes >= 0 and width >= 1, whole numbers, got {got}")
 
     @property
     def shape(self) -> Budget:  # type: ignore[override]

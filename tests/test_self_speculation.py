@@ -329,6 +329,7 @@ def test_layers_are_chosen_on_the_first_prompt():
         ({"method": "layerskip", "skip": "0-1"}, "1 to 2 can be left out"),
         ({"method": "layerskip", "skip": "x"}, "names no layers"),
         ({"method": "layerskip", "width": 0}, "layerskip needs depth"),
+        ({"method": "layerskip:nodes=8+depth=2"}, "whole numbers"),
         ({"method": "pruned", "remove": 3}, "leaves no layer: this model has 3"),
         ({"method": "pruned", "remove": "most"}, "neither a number of layers nor 'auto'"),
         ({"method": "pruned", "by": "angel"}, "did you mean 'angle'"),
