@@ -21,8 +21,7 @@ LEVELS = 12  # the deepest that a draft model is asked for
 LEVEL, DRAFTED = -2, 0.6  # bin and prior of "a draft model is right at this depth", however sure it was
 DEPTHS = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # bucket of each depth; all deeper ones are in the last
 BUCKETS = LEVELS + 1
-STRENGTH = 12.0  # judged guesses that a prior counts for: where guesses are dear, a few lucky ones would mislead
-FADE = 60.0  # judged guesses after which a prior counts for half of that
+STRENGTH = 6.0  # judged guesses that a prior counts for
 KEPT = 0.995  # of what is known, at each new guess of the same kind
 LOCAL_KEPT = 0.5 ** (1 / 24)  # half of what a request showed is forgotten after 24 judged places
 LOCAL_STRENGTH = 2.0
@@ -55,10 +54,10 @@ class Calibrator:
     def _estimate(self, kind: Kind) -> float:
         source, place, _ = kind
         chance = PRIORS[place] if place >= 0 else UNKNOWN if place == UNSAID else DRAFTED
+        strength = LEVEL_STRENGTH if place == LEVEL else STRENGTH
         for group in ((source, place), kind):  # from the common to the particular
             seen = self._seen.get(group)
             if seen is not None:
-                strength = LEVEL_STRENGTH if place == LEVEL else STRENGTH * FADE / (FADE + seen[0])
                 chance = (seen[1] + strength * chance) / (seen[0] + strength)
         return chance
 

@@ -19,7 +19,7 @@ from outpace.tree import ROOT, Budget, Tree
 
 # Retrieval that will be pruned may guess more freely than retrieval that is verified as it is.
 FREER: dict[str, dict[str, Any]] = {
-    "suffix": {"per_match": 4.0, "depth": 24},
+    "suffix": {"per_match": 4.0},
     "recycling": {"nodes": 20, "depth": 5},
 }
 
