@@ -80,12 +80,15 @@ def test_work_on_the_last_pass_while_the_next_one_runs(
     seqs = [late.sequence(Request.of(prompt, settings)) for prompt in PROMPTS]
     for seq in seqs:
         engine.submit(seq)
+    after = 0
     for event in engine.run():  # while the next pass is on its way
         assert event.scores is None
         if event.seq is seqs[0] and len(event.seq.generated) >= 5:
+            after += 1
             engine.cancel(seqs[0])
     assert [seq.generated for seq in seqs[1:]] == expected[1:]
-    assert 5 <= len(seqs[0].generated) < 20 and seqs[0].generated == expected[0][: len(seqs[0].generated)]
+    assert after == 1, "a request that was cancelled says nothing more"
+    assert seqs[0].generated == expected[0][: len(seqs[0].generated)]
     assert not any(row.busy for row in late.lm.rows)  # type: ignore[attr-defined]
 
     probabilities = []
