@@ -31,12 +31,13 @@ if TYPE_CHECKING:
     from outpace.models.base import LM
 
 logger = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 SIZES = (1, 4, 16, 2, 8, 32)  # tokens of a pass; if time runs out the last ones are left out
 MORE = (64, 3, 6, 12, 24, 48)  # if there is time
 BATCHES = (4, 16)  # requests
 SHORT, LONG = 32, 2048  # tokens of context
-SECONDS = 3.0  # for all of it
+FEW = 6  # tokens of a pass, to see what context costs each of them
+SECONDS = 3.0  # for all of it, and as much for long contexts
 ROUNDS = 5
 LEAST = 3  # sizes that are measured however long they take
 CURVE = 512  # tokens up to which costs are looked up, not computed
@@ -51,11 +52,13 @@ class Costs:
     chain: tuple[Point, ...]  # tokens -> seconds of one request after a short context
     batch: tuple[Point, ...] = ()  # requests -> seconds beyond those of one request with as many tokens
     context: float = 0.0  # seconds per request and token of context beyond a short one
+    each: float = 0.0  # the same, per further token of the pass: on a CPU every token reads all that it sees by itself
 
     def seconds(self, tokens: int, requests: int = 1, context: float = 0.0) -> float:
         base = self.curve[tokens] if tokens < CURVE else between(self._rising, tokens)
         shared = between(((1, 0.0), *self.batch), requests) if requests > 1 and self.batch else 0.0
-        return base + shared + self.context * requests * max(0.0, context - SHORT)
+        seen = max(0.0, context - SHORT)
+        return base + shared + seen * (self.context * requests + self.each * (tokens - requests))
 
     @cached_property
     def curve(self) -> list[float]:
@@ -86,7 +89,7 @@ class Costs:
             if found["format"] != FORMAT or found["key"] != key:
                 return None
             chain, batch = (tuple((int(n), float(s)) for n, s in found[name]) for name in ("chain", "batch"))
-            costs = cls(chain, batch, float(found["context"]))
+            costs = cls(chain, batch, float(found["context"]), float(found["each"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return costs if costs.chain and all(s > 0 for _, s in chain) else None
@@ -157,14 +160,14 @@ def measure(lm: LM, limit: float = SECONDS, now: Callable[[], float] = time.perf
         with _rows(lm, 1, SHORT) as rows:
             chain = _timed(lm, rows, SIZES, clock)
             chain |= _timed(lm, rows, MORE, clock, rounds=2, least=0)
-        alone, batch, context = Costs(tuple(sorted(chain.items()))), dict[int, float](), 0.0
+        alone, batch, context = Costs(tuple(sorted(chain.items()))), dict[int, float](), (0.0, 0.0)
         with suppress(CacheFull, torch.OutOfMemoryError):  # then there will be no such batches, or contexts
             for requests in BATCHES:
                 with _rows(lm, requests if clock.left() > 0 else 0, SHORT) as rows:
                     batch |= _timed(lm, rows, (1,), clock, rounds=3, least=0)
-            context = _context(lm, alone, clock)
+            context = _context(lm, alone, Clock(limit, now))
         extra = tuple((n, max(0.0, seconds - alone.seconds(n))) for n, seconds in batch.items())
-        return Costs(alone.chain, extra, context)
+        return Costs(alone.chain, extra, *context)
     finally:
         lm.clear()
 
@@ -201,14 +204,20 @@ def _pass(lm: LM, rows: list[int], size: int, clock: Clock) -> float:
     return clock.now() - start
 
 
-def _context(lm: LM, alone: Costs, clock: Clock) -> float:
-    """Seconds that a token of context adds to a pass; 0 where a long prompt takes too long to find out."""
-    for length in (LONG, LONG // 4):
+def _context(lm: LM, alone: Costs, clock: Clock) -> tuple[float, float]:
+    """Seconds that a token of context adds to a pass, and to every further token in it; 0 if it takes too long."""
+    for length in (LONG, LONG // 4, LONG // 8):
         if length < lm.context // 2 and length / 64 * alone.seconds(64) < clock.left():
-            with _rows(lm, 1, length) as rows:
-                spent = _timed(lm, rows, (1,), clock, rounds=3)[1]
-            return max(0.0, spent - alone.seconds(1)) / (length - SHORT)
-    return 0.0
+            with _rows(lm, 1, SHORT) as short, _rows(lm, 1, length) as long:
+                more = {size: _further(lm, short, long, size, clock) / (length - SHORT) for size in (1, FEW)}
+            return more[1], max(0.0, more[FEW] - more[1]) / (FEW - 1)
+    return 0.0, 0.0
+
+
+def _further(lm: LM, short: list[int], long: list[int], size: int, clock: Clock) -> float:
+    """Seconds that a pass takes longer behind a long context; in turns, so that what disturbs one disturbs both."""
+    pairs = [(_pass(lm, short, size, clock), _pass(lm, long, size, clock)) for _ in range(ROUNDS + 1)]
+    return max(0.0, statistics.median(after - before for before, after in pairs[1:]))
 
 
 @contextmanager

@@ -101,7 +101,8 @@ class Meter:
         """Seconds of a pass that `rows` requests share, by the number of guesses in it."""
         curve, last, ratios = self.costs.curve, len(self.costs.curve) - 1, self.drift.ratios()
         fixed = self.costs.seconds(rows, rows, context) - curve[min(rows, last)]
-        return lambda guesses: (curve[min(rows + guesses, last)] + fixed) * ratios[size(rows + guesses)]
+        each = self.costs.seconds(rows + 1, rows, context) - fixed - curve[min(rows + 1, last)]
+        return lambda n: (curve[min(rows + n, last)] + fixed + each * n) * ratios[size(rows + n)]
 
     def start(self, watch: Watch, rows: int, context: int) -> None:
         """A pass begins."""

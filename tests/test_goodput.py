@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from outpace.costs import FORMAT, SHORT, SIZES, Costs, identity, measure, of
 from outpace.drafter import Drafter
 from outpace.errors import CacheFull, UsageError
 from outpace.goodput import PROBING, Goodput
-from outpace.meter import Drift, Recent
+from outpace.meter import Drift, Meter, Recent
 from outpace.methods.auto import Auto, merge
 from outpace.methods.suffix import Suffix
 from outpace.models.base import LM, Guess, Job, Output, Picks, Reference, Scores
@@ -68,7 +69,8 @@ class Script(CachelessLM):
     ) -> list[Scores]:
         self.passes += 1
         new = sum(len(tree) - start for tree, start in zip(trees, since or [0] * len(trees), strict=True))
-        self.clock.now += self.costs.seconds(new, len(trees))
+        held = sum(len(self.rows[row].tokens) + len(self.rows[row].pending) for row in rows)
+        self.clock.now += self.costs.seconds(new, len(trees), held / len(rows))
         return super().score(trees, rows, since, picks)
 
     def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
@@ -133,6 +135,9 @@ def test_costs_are_interpolated_and_never_fall() -> None:
     assert costs.seconds(12) == pytest.approx(1.6) and costs.seconds(24) == pytest.approx(2.8)
     assert costs.seconds(4, 4) == pytest.approx(1.2 + 0.5) and costs.seconds(8, 2) == pytest.approx(1.2 + 0.5 / 3)
     assert costs.seconds(1, 1, SHORT + 100) == pytest.approx(1.1) and costs.seconds(1, 1, 3) == 1.0
+    by_token = replace(costs, each=0.002)
+    assert by_token.seconds(5, 2, SHORT + 100) == pytest.approx(costs.seconds(5, 2) + 0.2 + 0.6)
+    assert Meter(by_token).prices(2, SHORT + 100)(3) == pytest.approx(by_token.seconds(5, 2, SHORT + 100))
     assert Costs(((1, 2.0),)).seconds(50) == 2.0
 
 
@@ -144,7 +149,7 @@ def test_costs_are_kept_and_what_cannot_be_read_is_not_used(tmp_path: Path) -> N
     saved = json.loads(path.read_text())
     wrong: list[Any] = [
         saved | {"format": FORMAT + 1}, saved | {"chain": []}, saved | {"chain": [[1, 0.0]]}, saved | {"chain": [1]},
-        saved | {"context": "far"}, {"format": FORMAT}, [], "text",
+        saved | {"context": "far"}, saved | {"each": None}, {"format": FORMAT}, [], "text",
     ]  # fmt: skip
     for content in [*map(json.dumps, wrong), "", "{", "\x00"]:
         path.write_text(content)
@@ -153,12 +158,13 @@ def test_costs_are_kept_and_what_cannot_be_read_is_not_used(tmp_path: Path) -> N
 
 def test_passes_are_timed_through_the_protocol_and_leave_nothing_behind() -> None:
     time = Time()
-    true = Costs(((1, 0.01), (8, 0.02), (64, 0.1)), context=1e-6)
+    true = Costs(((1, 0.01), (8, 0.02), (64, 0.1)), context=1e-6, each=2e-6)
     lm = Script([], true, time)
     found = measure(lm, 3.0, time.perf_counter)
-    for tokens in (1, 2, 4, 8, 16, 32, 64):
-        assert found.seconds(tokens) == pytest.approx(true.seconds(tokens))
+    for tokens in (1, 2, 4, 8, 16, 32, 64):  # each pass leaves a token, so the context is not quite as short
+        assert found.seconds(tokens) == pytest.approx(true.seconds(tokens), rel=0.1)
     assert {n for n, _ in found.batch} == {4, 16}
+    assert (found.context, found.each) == (pytest.approx(true.context, rel=0.1), pytest.approx(true.each, rel=0.1))
     assert not any(row.busy or row.tokens for row in lm.rows)
 
 
