@@ -190,7 +190,9 @@ class SelfDrafting(Growing):
         if self._lm is None or self._target is not seq.target:
             assert seq.target is not None, "the engine names the target"
             if seq.target.stack < 2:
-                raise UnsupportedModel(f"{self.name}: this model has no layers of which some could draft for it")
+                raise UnsupportedModel(
+                    f"{self.name} works with a model's layers and hidden states, and this one keeps them"
+                )
             self._lm, self._target = self.make(seq.target, seq.tokens[-TEXT:]), seq.target
             self._version = seq.target.version
         return self._lm

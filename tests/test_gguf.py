@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -14,8 +15,8 @@ from outpace import registry, shelf
 from outpace.api import Model
 from outpace.cli import app
 from outpace.errors import CacheFull, Headless, OutpaceError, UnsupportedModel, UsageError
-from outpace.gguf.lm import ROWS, LlamaLM, Rows
-from outpace.gguf.runtime import Entry, File, Runtime
+from outpace.gguf.lm import ROWS, UNREAD, LlamaLM, Rows
+from outpace.gguf.runtime import BF16, Entry, File, Runtime
 from outpace.gguf.text import PROBES, LlamaTokenizer, tokenizer
 from outpace.text import encode
 from outpace.tree import Tree
@@ -67,6 +68,36 @@ def options(name: str, draft: Any) -> dict[str, Any]:
     return ({"draft": draft} if "draft" in known else {}) | FEW.get(name, {})
 
 
+def written(path: Path, kind: str, heads: int = 2) -> Path:
+    """A small model of random weights in numbers of this kind, that has no words for its tokens."""
+    import gguf
+
+    numbers, random = gguf.GGMLQuantizationType[kind], np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(96)
+    writer.add_tokenizer_model("none")
+    sizes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (64, 64))
+    sizes |= {"ffn_gate": (128, 64), "ffn_up": (128, 64), "ffn_down": (64, 128)}
+    matrices = {f"blk.{i}.{name}.weight": size for i in range(2) for name, size in sizes.items()}
+    for name, size in ({"token_embd.weight": (96, 64), "output.weight": (96, 64)} | matrices).items():
+        values = random.normal(0, 0.2, size).astype(np.float32)
+        writer.add_tensor(name, gguf.quants.quantize(values, numbers), raw_dtype=numbers)
+    for name in ["output_norm.weight", *(f"blk.{i}.{part}_norm.weight" for i in range(2) for part in ("attn", "ffn"))]:
+        writer.add_tensor(name, np.ones(64, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def own_greedy(file: File, tokens: list[int], count: int) -> list[int]:
     """llama.cpp's own loop: one token at a time, the likeliest by its own sampler."""
     runtime, said = Runtime(file, 512), list[int]()
@@ -102,6 +133,20 @@ def test_drafts_of_both_runtimes(model: Model, smollm2: Model, plain: dict[str, 
     assert theirs.tokens == smollm2.generate(TEXTS[0], method="plain", max_tokens=12).tokens
 
 
+@pytest.mark.parametrize("policy", registry.POLICIES)
+def test_every_policy_with_a_draft(policy: str, model: Model, plain: dict[str, list[list[int]]]) -> None:
+    given = {"method": "draft", "draft": model, "policy": policy, "max_tokens": TOKENS}
+    assert [done.tokens for done in model.generate(TEXTS, **given)] == plain["greedy"]
+
+
+def test_residual_verification_and_rollouts(model: Model) -> None:
+    given = {"method": "draft", "draft": model, "verifier": "residual", "temperature": 1.0, "max_tokens": TOKENS}
+    done = model.generate(TEXTS[0], **given, depth=3)
+    assert len(done.tokens) == TOKENS and done.stats.acceptance > 0.9  # it is its own draft
+    found = outpace.rollout(model, TEXTS[:1], n=2, max_tokens=6, method="draft", draft=model)
+    assert len(found) == 2 and all(len(one.logprobs) == len(one.tokens) and max(one.logprobs) <= 0 for one in found)
+
+
 @pytest.mark.parametrize("name", sorted(DEEP))
 def test_methods_that_need_more_say_so(name: str, model: Model) -> None:
     with pytest.raises((Headless, UnsupportedModel), match=r"embeddings|hidden|layers"):
@@ -115,10 +160,9 @@ def test_a_grammar_and_log_probabilities(model: Model) -> None:
     assert done[0].logprobs == done[1].logprobs and len(done[0].logprobs) == len(done[0].tokens)
 
 
-def test_bits_do_not_depend_on_what_else_is_scored(file: File) -> None:
+def assert_same_bits(lm: LlamaLM, vocab: int) -> None:
     """Alone, in a chain, in a tree whose other branches come to nothing, beside another row, and after all that."""
-    lm = LlamaLM(file)
-    tokens, text = [905, 1096, 314, 260, 1834], list(range(1000, 1060))
+    tokens, text = [i % vocab for i in (905, 1096, 314, 260, 1834)], [i % vocab for i in range(1000, 1060)]
     row, other = lm.acquire([]), lm.acquire([])
     lm.sync([text, text[::-1]], [row, other])
     alone = []
@@ -142,6 +186,32 @@ def test_bits_do_not_depend_on_what_else_is_scored(file: File) -> None:
     assert torch.equal(lm.score([Tree(tokens[4:])], [row])[0].logits, alone[4])
 
 
+def test_bits_do_not_depend_on_what_else_is_scored(file: File) -> None:
+    assert not file.paired
+    assert_same_bits(LlamaLM(file), file.vocab)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
+def test_weights_of_any_kind_have_the_same_bits(kind: str, tmp_path: Path) -> None:
+    """Where llama.cpp multiplies one token differently from several, none is alone."""
+    path = written(tmp_path / f"{kind}.gguf", kind)
+    file = File(path)
+    assert file.paired == (kind in ("F32", "F16", "BF16")) and not File(path, exact=False).paired
+    lm = LlamaLM(file)
+    assert_same_bits(lm, file.vocab)
+    model = Model(lm, None, set(), kind)
+    plain = model.generate([[1, 2, 3, 1, 2], [4] * 9], method="plain", max_tokens=40)
+    for method in ("suffix", "recycling"):
+        found = model.generate([[1, 2, 3, 1, 2], [4] * 9], method=method, max_tokens=40)
+        assert [done.tokens for done in found] == [done.tokens for done in plain]
+
+
+def test_heads_of_an_odd_size_have_a_cache_in_bfloat16(tmp_path: Path) -> None:
+    file = File(written(tmp_path / "odd.gguf", "Q8_0", heads=4))
+    assert file.numbers == BF16 and file.token_bytes == 2 * 2 * 64 * 2
+    assert_same_bits(LlamaLM(file), file.vocab)
+
+
 def test_a_cache_that_is_full_is_made_anew_and_larger(file: File) -> None:
     lm = LlamaLM(file)
     lm.runtime = Runtime(file, 256)  # of which rejected nodes soon take most
@@ -149,7 +219,7 @@ def test_a_cache_that_is_full_is_made_anew_and_larger(file: File) -> None:
     expected = outpace.load(NAME).generate(TEXTS, method="plain", max_tokens=45, ignore_eos=True)
     done = model.generate(TEXTS, method="recycling", nodes=4, max_tokens=45, ignore_eos=True)
     assert [found.tokens for found in done] == [found.tokens for found in expected]
-    assert lm.runtime.cells > 256 and len(lm._branches) == 255 - ROWS
+    assert lm.runtime.cells > 256 and len(lm._branches) == UNREAD - ROWS
 
 
 def test_what_does_not_fit_is_refused_with_numbers(file: File) -> None:
@@ -222,4 +292,4 @@ def test_the_command_line_takes_a_file() -> None:
     )
     assert run.exit_code == 0 and run.stdout.strip()
     wrong = CliRunner().invoke(app, ["generate", "--model", path, "--method", "eagle3", "Say hello."])
-    assert wrong.exit_code and "eagle3: this model has no layers" in wrong.output
+    assert wrong.exit_code and "eagle3 works with a model's layers" in wrong.output

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from outpace.errors import CacheFull, UnsupportedModel, UsageError
-from outpace.gguf.runtime import BATCH, SEQUENCES, Entry, File, Runtime
+from outpace.gguf.runtime import COMPANY, LEAST, Entry, File, Runtime
 from outpace.models.base import Chosen, Job, Output, Reference, SlotLM
 from outpace.models.memory import Memory, free
 from outpace.tree import ROOT
 
 ROWS = 64  # the first sequences are rows
-UNREAD = SEQUENCES - 1  # holds what was given up; those between are for branches
-CELLS, LEAST = 4096, 256  # of a new cache; llama.cpp has none that is smaller
+UNREAD = COMPANY - 1  # holds what was given up; those between are for branches
+CELLS = 4096  # of a new cache
 
 
 class Rows:
@@ -129,8 +129,9 @@ class LlamaLM(SlotLM):
 
     def reserve(self, jobs: Seq[Job]) -> None:
         need = sum(len(job.tokens) for job in jobs)
-        if need > BATCH and any(job.tree is not None for job in jobs):  # a prompt goes in parts
-            raise CacheFull(f"{need} tokens are more than the {BATCH} of a pass", jobs[-1].row)
+        if need > self.file.most and any(job.tree is not None for job in jobs):  # a prompt goes in parts
+            raise CacheFull(f"{need} tokens are more than the {self.file.most} of a pass", jobs[-1].row)
+        need += self.file.paired  # company takes a cell as well
         if self.end + need <= self.runtime.cells:
             return
         busy = [i for i, row in enumerate(self.rows) if row.busy]
@@ -301,8 +302,8 @@ class LlamaReference:
 
     def native(self, tokens: list[int], count: int) -> Tensor:
         runtime, found = Runtime(self.file, len(tokens) + 1), list[Tensor]()
-        for first in range(0, len(tokens), BATCH):
-            part = tokens[first : first + BATCH]
+        for first in range(0, len(tokens), self.file.most):
+            part = tokens[first : first + self.file.most]
             wanted = [first + i >= len(tokens) - count for i in range(len(part))]
             entries = [Entry(token, first + i, [0], wanted[i]) for i, token in enumerate(part)]
             runtime.decode(entries)

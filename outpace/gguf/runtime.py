@@ -2,7 +2,8 @@
 
 What a token says must not depend on how many others are scored with it, or answers would differ with and without
 speculation. With llama.cpp's default settings it does. Over a cache in q8_0, with flash attention, it does not: so that
-is what we use (docs/gguf.md).
+is what we use. Only weights of 16 and 32 bits are still multiplied in another way for one token than for several, and a
+token of such a model never comes alone (docs/gguf.md).
 """
 
 from __future__ import annotations
@@ -17,10 +18,23 @@ from torch import Tensor
 
 from outpace.errors import OutpaceError, UnsupportedModel
 
-BATCH = 2048  # most tokens of a pass
+BATCH, PART = 2048, 512  # most tokens of a pass, and of what llama.cpp computes of it at a time
 SEQUENCES = 256  # as many as llama.cpp tells apart
-Q8_0, FLASH = 8, 1  # as llama.cpp numbers kinds of numbers, and switches of attention
-Q8_0_BYTES = 34 / 32  # of a number
+COMPANY = SEQUENCES - 1  # the last one: of tokens that are there so that another one is not alone
+PROBE = (1, 2, 3)  # tokens
+LEAST = 256  # cells; llama.cpp has no cache that is smaller
+FLASH = 1  # as llama.cpp numbers switches of attention
+
+
+class Numbers(NamedTuple):
+    """Kinds of numbers of a cache."""
+
+    kind: int  # as llama.cpp numbers them
+    size: float  # bytes of one
+    block: int  # numbers that are only kept together
+
+
+Q8_0, BF16 = Numbers(8, 34 / 32, 32), Numbers(30, 2.0, 1)
 
 
 class Entry(NamedTuple):
@@ -64,17 +78,44 @@ class File:
             raise UnsupportedModel(
                 f"{path.name} keeps a recurrent state, which llama.cpp cannot take back: run it as a Transformers model"
             )
+        self.paired = False  # whether no token may come alone
+        self.paired = exact and self._alone_is_different()
+
+    def _alone_is_different(self) -> bool:
+        """Whether a token says something else by itself than with another one."""
+        said = []
+        for cut in (1, 2):
+            runtime = Runtime(self, LEAST)
+            runtime.decode([Entry(token, i, [0]) for i, token in enumerate(PROBE[:cut])])
+            runtime.decode([Entry(token, cut + i, [0], True) for i, token in enumerate(PROBE[cut:])])
+            said.append(runtime.logits(len(PROBE) - cut - 1))
+        return not torch.equal(*said)
 
     @property
     def vocab(self) -> int:
         return self.tokens.n_vocab
 
     @property
+    def most(self) -> int:
+        """Tokens of a pass; where none may come alone, not more than are computed together."""
+        return PART - 1 if self.paired else BATCH
+
+    @property
     def token_bytes(self) -> int:
         """Of the cache, for one token."""
         model = self.model
-        width = model.n_embd // model.n_head * model.n_head_kv
-        return int(2 * model.n_layer * width * Q8_0_BYTES)
+        return int(2 * model.n_layer * self._head * model.n_head_kv * self.numbers.size)
+
+    @property
+    def numbers(self) -> Numbers:
+        """Of the cache: bfloat16, which is slower, for heads whose numbers do not come in blocks."""
+        return BF16 if self._head % Q8_0.block else Q8_0
+
+    @property
+    def _head(self) -> int:
+        """Numbers of a key."""
+        said = self.said(f"{self.said('general.architecture')}.attention.key_length")
+        return int(said) if said else self.model.n_embd // self.model.n_head
 
     def said(self, key: str) -> str | None:
         """What the file says of itself."""
@@ -90,10 +131,10 @@ class Runtime:
     def __init__(self, file: File, cells: int):
         library = _library()
         given = library.LlamaContextParams()
-        given.n_ctx, given.n_batch, given.n_ubatch, given.n_seq_max = cells, BATCH, 512, SEQUENCES
+        given.n_ctx, given.n_batch, given.n_ubatch, given.n_seq_max = cells, BATCH, PART, SEQUENCES
         given.n_threads = given.n_threads_batch = torch.get_num_threads()
         given.kv_unified, given.no_perf = True, True
-        given.flash_attn_type, given.type_k, given.type_v = FLASH, Q8_0, Q8_0
+        given.flash_attn_type, given.type_k, given.type_v = FLASH, file.numbers.kind, file.numbers.kind
         try:
             self._context = library.LlamaContext(file.model, given)
         except (ValueError, RuntimeError) as error:
@@ -103,14 +144,19 @@ class Runtime:
         self._batch = library.LlamaBatch(n_tokens=BATCH, embd=0, n_seq_max=SEQUENCES)
         self._greedy = library.LlamaSampler()
         self._greedy.add_greedy()
-        self.cells, self.passes = cells, 0
+        self.cells, self.passes, self._paired = cells, 0, file.paired
 
     def decode(self, entries: Seq[Entry]) -> None:
         self._batch.clear()
         for entry in entries:
             self._batch.add(*entry)
         self.passes += 1
-        self._context.decode(self._batch)
+        if self._paired and (len(entries) == 1 or sum(entry.wanted for entry in entries) == 1):
+            self._batch.add(entries[0].token, 0, [COMPANY], True)
+            self._context.decode(self._batch)
+            self.remove(COMPANY, 0)
+        else:
+            self._context.decode(self._batch)
 
     def logits(self, index: int) -> Tensor:  # [vocab]
         """What the pass said behind one of its entries."""
