@@ -129,8 +129,8 @@ class LlamaLM(SlotLM):
 
     def reserve(self, jobs: Seq[Job]) -> None:
         need = sum(len(job.tokens) for job in jobs)
-        if need > self.file.most and any(job.tree is not None for job in jobs):  # a prompt goes in parts
-            raise CacheFull(f"{need} tokens are more than the {self.file.most} of a pass", jobs[-1].row)
+        if need > self.file.largest_pass and any(job.tree is not None for job in jobs):  # a prompt goes in parts
+            raise CacheFull(f"{need} tokens are more than the {self.file.largest_pass} of a pass", jobs[-1].row)
         need += self.file.paired  # company takes a cell as well
         if self.end + need <= self.runtime.cells:
             return
@@ -302,8 +302,8 @@ class LlamaReference:
 
     def native(self, tokens: list[int], count: int) -> Tensor:
         runtime, found = Runtime(self.file, len(tokens) + 1), list[Tensor]()
-        for first in range(0, len(tokens), self.file.most):
-            part = tokens[first : first + self.file.most]
+        for first in range(0, len(tokens), self.file.largest_pass):
+            part = tokens[first : first + self.file.largest_pass]
             wanted = [first + i >= len(tokens) - count for i in range(len(part))]
             entries = [Entry(token, first + i, [0], wanted[i]) for i, token in enumerate(part)]
             runtime.decode(entries)

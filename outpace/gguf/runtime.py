@@ -97,7 +97,7 @@ class File:
         return self.tokens.n_vocab
 
     @property
-    def most(self) -> int:
+    def largest_pass(self) -> int:
         """Tokens of a pass; where none may come alone, not more than are computed together."""
         return PART - 1 if self.paired else BATCH
 
