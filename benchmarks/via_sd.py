@@ -19,7 +19,7 @@ from typing import Any
 import typer
 
 import outpace
-from outpace import layers
+from outpace import layers, slim
 from outpace.api import Model
 from outpace.bench import tasks
 from outpace.models.base import LM
@@ -154,7 +154,7 @@ def main() -> None:
     model = outpace.load(given.model)
     draft: Model | LM | None = outpace.load(given.draft) if given.draft else None
     if given.draft_layers:
-        draft = layers.layered(model.lm, "the draft").slice(layers.parse(given.draft_layers))
+        draft = slim.layered(model.lm, "the draft").slice(layers.parse(given.draft_layers))
     points = points_of(model, draft, tasks.load(None, given.task or ["math", "qa"], given.limit), given)
     typer.echo(table(points))
     if given.plot is not None:
