@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from cyllama.llama import llama_cpp as library
-from rich.progress import track
 from torch import Tensor
 
 from outpace.gguf.runtime import Entry, File, Runtime
@@ -93,7 +92,7 @@ def main(
             side.back(0)
             side.decode(text[:length], 0)
         one = dict.fromkeys(sides, 0.0)
-        for size in track(SIZES, transient=True):
+        for size in SIZES:
             times: dict[str, list[float]] = {name: [] for name in sides}
             for _ in range(rounds):
                 for name, side in sides.items():
