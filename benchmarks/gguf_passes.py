@@ -104,9 +104,8 @@ def main(
             one = took if size == 1 else one
             cells = [f"{1e3 * took[name]:.1f} | {took[name] / one[name]:.2f}" for name in sides]
             typer.echo(f"| {length} | {size} | {' | '.join(cells)} |")
-        wrong = [
-            f"{name} {differs(side, text[length : length + max(SIZES)], length):.2g}" for name, side in sides.items()
-        ]
+        after = text[length : length + max(SIZES)]
+        wrong = [f"{differs(side, after, length):.2g}" for side in sides.values()]
         typer.echo(f"| {length} | differs | {wrong[0]} | | {wrong[1]} | |")
 
 
