@@ -191,7 +191,7 @@ class SelfDrafting(Growing):
             assert seq.target is not None, "the engine names the target"
             if seq.target.stack < 2:
                 raise UnsupportedModel(
-                    f"{self.name} works with a model's layers and hidden states, and this one keeps them"
+                    f"{self.name} needs a model's layers and hidden states, and this one hands none out"
                 )
             self._lm, self._target = self.make(seq.target, seq.tokens[-TEXT:]), seq.target
             self._version = seq.target.version

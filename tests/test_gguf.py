@@ -292,4 +292,4 @@ def test_the_command_line_takes_a_file() -> None:
     )
     assert run.exit_code == 0 and run.stdout.strip()
     wrong = CliRunner().invoke(app, ["generate", "--model", path, "--method", "eagle3", "Say hello."])
-    assert wrong.exit_code and "eagle3 works with a model's layers" in wrong.output
+    assert wrong.exit_code and "eagle3 needs a model's layers" in wrong.output

@@ -353,7 +353,7 @@ def test_a_model_without_layers_says_so():
             raise AssertionError("nothing runs")
 
     for method in ("layerskip", "pruned"):
-        with pytest.raises(UnsupportedModel, match=f"{method} works with a model's layers"):
+        with pytest.raises(UnsupportedModel, match=f"{method} needs a model's layers"):
             Model(Whole()).generate([1, 2], method=method, max_tokens=4)
     with pytest.raises(UsageError, match="exits after 1 to 1"):
         ToyLM(layers=2).early(2)
