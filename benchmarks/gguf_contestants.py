@@ -35,17 +35,14 @@ class Own:
     def __init__(self, path: Path):
         from cyllama.llama import llama_cpp as library
 
-        self.library, given = library, library.LlamaModelParams()
+        given = library.LlamaModelParams()
         given.n_gpu_layers = 0
         self.model = library.LlamaModel(str(path), given)
         self.greedy, self.batch = library.LlamaSampler(), library.LlamaBatch(n_tokens=2048, embd=0, n_seq_max=1)
         self.greedy.add_greedy()
 
     def ask(self, prompt: list[int], count: int) -> Passes:
-        given = self.library.LlamaContextParams()
-        given.n_ctx, given.n_batch, given.no_perf = 4096, 2048, True
-        given.n_threads = given.n_threads_batch = torch.get_num_threads()
-        context, said = self.library.LlamaContext(self.model, given), list[int]()
+        context, said = usual(self.model), list[int]()
         self._decode(context, prompt, 0)
         said.append(self.greedy.sample(context, len(prompt) - 1))
         yield 1
@@ -60,6 +57,16 @@ class Own:
         for i, token in enumerate(tokens):
             self.batch.add(token, first + i, [0], i == len(tokens) - 1)
         context.decode(self.batch)
+
+
+def usual(model: Any) -> Any:
+    """A context with llama.cpp's own settings."""
+    from cyllama.llama import llama_cpp as library
+
+    given = library.LlamaContextParams()
+    given.n_ctx, given.n_batch, given.no_perf = 4096, 2048, True
+    given.n_threads = given.n_threads_batch = torch.get_num_threads()
+    return library.LlamaContext(model, given)
 
 
 class Served:

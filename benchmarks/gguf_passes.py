@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from cyllama.llama import llama_cpp as library
+from gguf_contestants import usual
 from torch import Tensor
 
 from outpace.gguf.runtime import Entry, File, Runtime
@@ -46,10 +47,7 @@ class Theirs:
     """The same with llama.cpp's."""
 
     def __init__(self, path: Path):
-        given = library.LlamaContextParams()
-        given.n_ctx, given.n_batch, given.no_perf = CELLS, 2048, True
-        given.n_threads = given.n_threads_batch = torch.get_num_threads()
-        self.context = library.LlamaContext(File(path, exact=False).model, given)
+        self.context = usual(File(path, exact=False).model)
         self.batch = library.LlamaBatch(n_tokens=2048, embd=0, n_seq_max=1)
 
     def decode(self, tokens: list[int], first: int) -> None:
