@@ -43,7 +43,9 @@ def find_class(kind: str) -> Any:
 
 def ends_of(lm: LM) -> Ends:
     if lm.ends is None or not lm.stack:
-        raise Headless("heads need a model whose embeddings and output are plain matrices, and this one has none")
+        raise Headless(
+            "heads read hidden states, and need plain matrices of embeddings and output: this model has none"
+        )
     return lm.ends
 
 
