@@ -6,7 +6,7 @@
     outpace train data MODEL --prompts asked.jsonl --longest-prompt 1300 --output answers.jsonl
 
 Prompts that a small model thinks of are a sentence or two. A head that has only seen those guesses badly where answers
-quote a long text, or a foreign one. The texts are what the model has written itself, and files of anybody's.
+quote a long text, or a foreign one. The texts are files of anybody's, and what the model has written itself, if given.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def read_text(sources: Sources, draw: random.Random) -> list[str]:
 
 def answered(sources: Sources, draw: random.Random) -> list[str]:
     """A question behind passages: one that one of them answers, or one about a name that is in them."""
-    if draw.random() < 0.3:
+    if sources.pairs and draw.random() < 0.3:
         chosen = draw.sample(sources.pairs, draw.randint(2, 4))
         return ["\n".join(answer for _, answer in chosen)[:LONGEST] + f"\n{draw.choice(chosen)[0]}"]
     passages = _some(sources.texts, draw, 4)
@@ -135,7 +135,7 @@ def paragraphs(file: Path, shortest: int) -> list[str]:
     return [line for line in lines if len(line) >= shortest and not line.startswith("=")]
 
 
-def _write(output: Path, prompts: Iterable[list[str]]) -> None:
+def write(output: Path, prompts: Iterable[list[str]]) -> None:
     lines = [json.dumps({"turns": turns}) + "\n" for turns in prompts]
     output.write_text("".join(lines), encoding="utf-8")
     typer.echo(f"{len(lines)} prompts in {output}")
@@ -146,16 +146,16 @@ def articles(output: Annotated[Path, typer.Option(help="The file to write.")]) -
     """Prompts for texts that can be quoted."""
     asked = "Write {kind} about {event} in {place}. Name people and places, and quote what they said."
     every = itertools.product(KINDS, EVENTS, PLACES)
-    _write(output, ([asked.format(kind=kind, event=event, place=place)] for kind, event, place in every))
+    write(output, ([asked.format(kind=kind, event=event, place=place)] for kind, event, place in every))
 
 
 @app.command()
 def readings(
     model: Annotated[str, typer.Argument(help="Shelf name or folder: whose tokenizer wrote the data.")],
-    data: Annotated[list[Path], typer.Argument(help="Files of `outpace train data`.")],
     output: Annotated[Path, typer.Option(help="The file to write.")],
     texts: Annotated[list[Path], typer.Option(help="Plain texts to quote, a paragraph a line.")],
     foreign: Annotated[Path, typer.Option(help="A plain text in another language, a few sentences a line.")],
+    data: Annotated[list[Path] | None, typer.Argument(help="Files of `outpace train data`.")] = None,
     count: Annotated[int, typer.Option(help="Prompts.")] = 1500,
     seed: int = 0,
 ) -> None:
@@ -167,12 +167,13 @@ def readings(
         question = prompt.rsplit("user\n", 1)[-1].split("<|im_end|>")[0]
         return question.strip(), tokenizer.decode(record.answer, skip_special_tokens=True).strip()
 
-    pairs = [said(record) for record in read(data) if len(record.tokens) - record.prompt >= SHORTEST]
+    pairs = [said(record) for record in (read(data) if data else []) if len(record.tokens) - record.prompt >= SHORTEST]
     passages = [text for file in texts for text in paragraphs(file, PARAGRAPH)] + [answer for _, answer in pairs]
     names = sorted({name for text in passages for name in NAME.findall(text)})
     sources, draw = Sources(pairs, passages, paragraphs(foreign, 20), names), random.Random(seed)
-    kinds = draw.choices(list(ASKED), weights=list(ASKED.values()), k=count)
-    _write(output, (kind(sources, draw) for kind in kinds))
+    asked = {kind: often for kind, often in ASKED.items() if pairs or kind is not reworked}
+    kinds = draw.choices(list(asked), weights=list(asked.values()), k=count)
+    write(output, (kind(sources, draw) for kind in kinds))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from outpace.train.batches import Batch
 from outpace.train.loop import Loop, rate
 from outpace.train.records import Record
 from outpace.train.run import prepare
-from outpace.train.target import module_of
+from outpace.train.target import Target, module_of
 from outpace.train.whole import DraftRecipe, LayerSkipRecipe
 from outpace.train.world import World
 from tests import toy_training
@@ -212,6 +212,32 @@ def test_mtp_starts_from_the_last_layer(tiny: Model, folder: Path) -> None:
     assert narrow.head.model.layers[0].mlp.up_proj.weight.shape == (16, 32)
     fresh = recipes.HeadRecipe(run_settings("mtp", folder, inherit=False), tiny, [])
     assert not torch.equal(fresh.head.model.layers[0].mlp.up_proj.weight, theirs.mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "block"])
+def test_a_head_that_gets_layers_and_tokens_guesses_as_before(kind: str, tiny: Model, folder: Path) -> None:
+    small = store.fresh(kind, tiny.lm, torch.arange(0, tiny.lm.vocab, 2), layers=1)
+    store.save(small, folder / "small", tiny.lm)
+    given = run_settings(kind, folder, start=str(folder / "small"), layers=3, draft_vocab=tiny.lm.vocab)
+    recipe = recipes.HeadRecipe(given, tiny, [])
+    assert recipe.head.spec.layers == 3 and recipe.head.ids is None and recipe.head.spec.draft_vocab == 0
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
+    hidden = Target(tiny.lm).tell(tokens, small.spec.taps).hidden
+    assert hidden is not None and small.ids is not None
+    for old, new in zip(small.unroll(tokens, hidden, 2), recipe.head.unroll(tokens, hidden, 2), strict=True):
+        torch.testing.assert_close(new.logits[..., small.ids], old.logits, atol=1e-2, rtol=1e-2)  # saved in float16
+    recipe.loss(batch_of([[1, 2, 3, 4, 5, 6]]), 0, 1).loss.backward()
+    ends = [p for name, p in recipe.head.named_parameters() if "layers.2" in name and "down_proj" in name]
+    assert ends and all(p.grad is not None and p.grad.abs().sum() > 0 for p in ends)
+
+
+def test_what_a_head_that_is_there_cannot_become(tiny: Model) -> None:
+    with pytest.raises(UsageError, match="it can get more, not 1"):
+        store.grown(store.fresh("mtp", tiny.lm, layers=2), tiny.lm, 1, None)
+    with pytest.raises(UsageError, match="no layers to add"):
+        store.grown(store.fresh("medusa", tiny.lm), tiny.lm, 2, None)
+    with pytest.raises(UsageError, match="output matrix of its own"):
+        store.grown(store.fresh("mtp", tiny.lm, own_output=True), tiny.lm, 1, torch.arange(4))
 
 
 @pytest.mark.parametrize(

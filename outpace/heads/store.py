@@ -64,6 +64,26 @@ def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
     return _placed(head, ends)
 
 
+def grown(head: Head, lm: LM, layers: int, ids: Tensor | None) -> Head:
+    """The same head for these tokens, with more layers behind its own, which at first pass on what they are given."""
+    spec = dataclasses.replace(head.spec, layers=layers, draft_vocab=0 if ids is None else len(ids))
+    if layers < head.spec.layers:
+        raise UsageError(f"the head has {head.spec.layers} layers: it can get more, not {layers}")
+    if spec.own_output and spec.draft_vocab != head.spec.draft_vocab:
+        raise UsageError("the head has an output matrix of its own, for the tokens that it guesses now")
+    given = dataclasses.asdict(spec)
+    larger = fresh(given.pop("kind"), lm, ids, **given)
+    old = {name: tensor for name, tensor in head.own().items() if name != "ids"}
+    if layers > head.spec.layers and set(larger.own()) - {"ids"} == set(old):
+        raise UsageError(f"a {spec.kind} head has no layers to add to")
+    with torch.no_grad():
+        for name, parameter in larger.named_parameters():
+            if name not in old and name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+    larger.load_state_dict(old, strict=False)
+    return larger
+
+
 def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) -> None:
     """Both files appear whole or not at all; weights in float16."""
     ends = ends_of(lm)

@@ -102,16 +102,18 @@ class HeadRecipe:
 
     def _started(self, records: Seq[Record]) -> Head:
         given, kind = self.settings, self.settings.kind
+        ids = None
+        if given.draft_vocab and given.draft_vocab != self.lm.vocab:
+            ids = frequent(records, given.draft_vocab, self.lm.vocab).to(self.target.device)
         if given.start:
-            if given.draft_vocab or given.layers or given.head:
-                raise UsageError("the head in --start has its vocabulary, its layers and its settings")
+            if given.head:
+                raise UsageError("the head in --start has its settings")
             head = store.load(Path(given.start), self.lm)
             if head.spec.kind != kind:
                 raise UsageError(f"the head in {given.start} is of the kind {head.spec.kind!r}, not {kind!r}")
-            return head
-        ids = None
-        if given.draft_vocab:
-            ids = frequent(records, given.draft_vocab, self.lm.vocab).to(self.target.device)
+            if not given.layers and not given.draft_vocab:
+                return head
+            return store.grown(head, self.lm, given.layers or head.spec.layers, ids if given.draft_vocab else head.ids)
         sizes = {name: size for name, size in (("steps", given.ahead), ("layers", given.layers)) if size}
         head = store.fresh(kind, self.lm, ids, **sizes, **given.head)
         if head.like_target and given.inherit:

@@ -57,7 +57,9 @@ class Settings:
     ahead: int = of(0, "Tokens ahead that each place is trained to guess; 0: as many as the head is made for.", *HEADS)
     draft_vocab: int = of(0, "Guess only the so many most frequent tokens of the answers; 0: all.", *HEADS)
     layers: int = of(0, "Layers of the head; 0: as many as its kind has.", *HEADS)
-    start: str = of("", "Go on from the head in this folder.", *HEADS)
+    start: str = of(
+        "", "Go on from the head in this folder, if asked to with more layers or other tokens to guess.", *HEADS
+    )
     inherit: bool = of(True, "Start from the target's last layers, where names and shapes match.", "mtp")
     head: dict[str, Any] = of(dict, "Another setting of a new head, as name=value: normed=true, ...", *HEADS)  # noqa: RUF009
 
