@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import outpace
 from outpace.drafter import Drafter
+from outpace.models.base import Shape
 from outpace.models.graph import GraphLM
 from outpace.sample import Pick
 from outpace.sequence import Sequence
@@ -149,7 +150,7 @@ def draft() -> None:
     lm.sync([[(7 * i) % 1000 for i in range(1024)]], [row])
 
     def chain(steps: int) -> float:
-        return wall_seconds(lambda: (lm.chain([row], [5], steps, [Pick(0, 0.0)]), lm.keep([[]], [row])))
+        return wall_seconds(lambda: (lm.guess([row], [5], [Shape(steps)], [Pick(0, 0.0)]), lm.keep([[]], [row])))
 
     few, many = chain(2), chain(10)
     say(f"1b draft: {(many - few) / 8 * 1e3:.3f} ms a token in a chain, {few * 1e3:.3f} ms for the first two")

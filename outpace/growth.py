@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outpace.drafter import Shaped
 from outpace.errors import RequestFailed, UnsupportedModel
-from outpace.models.base import LM
+from outpace.models.base import LM, Guess, Shape
 from outpace.outlook import fitted, outlooks
 from outpace.sample import Pick
 from outpace.sequence import Sequence
@@ -98,34 +98,32 @@ class Growing(Shaped):
         growths = [Growth.of(seq, budget, self.unsettled) for seq, budget in zip(seqs, able, strict=True)]
         active = [growth for growth in growths if _can(growth, lm)]
         lm.sync([growth.settled for growth in active], [self.row(growth.seq) for growth in active])
-        chained = self._chained(lm, active)
-        if chained is not None:
-            return [chained.get(id(growth), Tree([growth.seq.tokens[-1]])) for growth in growths]
+        guessed = self._guessed(lm, active)
+        if guessed is not None:
+            return [guessed.get(id(growth), Tree([growth.seq.tokens[-1]])) for growth in growths]
         while active:
             rows, since = [self.row(growth.seq) for growth in active], [growth.since for growth in active]
             scores = lm.score([growth.scored for growth in active], rows, since)
             active = [growth for growth, s in zip(active, scores, strict=True) if self._grow(growth, s.logits)]
         return [_final(growth) for growth in growths]
 
-    def _chained(self, lm: LM, growths: Seq[Growth]) -> dict[int, Tree] | None:
-        """Chains that the draft makes by itself, without a look from outside at each of its tokens; None where it
-        cannot, or where a policy wants to look."""
+    def _guessed(self, lm: LM, growths: Seq[Growth]) -> dict[int, Tree] | None:
+        """What the draft guesses by itself, without a look from outside at each level; None where it cannot, or where
+        a policy wants to look."""
         picks = [pick for growth in growths if (pick := _own_pick(growth)) is not None]
-        if not growths or len(picks) < len(growths) or self.unsettled > 1:
+        budgets = [growth.budget for growth in growths]
+        shapes = [Shape(min(budget.asked, budget.nodes), budget.width, budget.nodes) for budget in budgets]
+        if len({shape.width for shape in shapes}) != 1 or len(picks) < len(growths) or self.unsettled > 1:
             return None
-        lengths = [min(growth.budget.asked, growth.budget.nodes) for growth in growths]
+        deepest = max(shape.depth for shape in shapes)
+        if any(len(growth.seq.tokens) + deepest > lm.context for growth in growths):
+            return None
         rows, roots = [self.row(growth.seq) for growth in growths], [growth.seq.tokens[-1] for growth in growths]
-        chains = lm.chain(rows, roots, max(lengths), picks)
-        if chains is None:
+        found = lm.guess(rows, roots, shapes, picks)
+        if found is None:
             return None
-        trees = {}
-        for growth, chain, length in zip(growths, chains, lengths, strict=True):
-            tree = trees[id(growth)] = Tree([growth.seq.tokens[-1]])
-            for depth, guess in enumerate(chain[:length]):
-                if guess.token >= growth.seq.vocab:  # the draft's vocabulary is the larger one
-                    break
-                tree.add(depth, guess.token, Signal(guess.prob, 0.0))
-        return trees
+        of_rows = zip(growths, found, shapes, strict=True)
+        return {id(growth): _planted(growth, guesses, shape.depth) for growth, guesses, shape in of_rows}
 
     def _grow(self, growth: Growth, logits: Tensor) -> bool:
         """Add one level; True when there is more to draft."""  # [new nodes, vocab]
@@ -220,10 +218,24 @@ def _final(growth: Growth) -> Tree:
     return tree
 
 
+def _planted(growth: Growth, guesses: Seq[Guess], depth: int) -> Tree:
+    """The tree of a draft's own guesses, parents first, as far as this request may go."""
+    tree, depths, places = Tree([growth.seq.tokens[-1]]), [0], list[int | None]()
+    for guess in guesses:
+        parent = ROOT if guess.parent < 0 else places[guess.parent]
+        possible = guess.token < growth.seq.vocab and len(tree) <= growth.budget.nodes  # the draft may know more tokens
+        if parent is None or not possible or depths[parent] >= depth:
+            places.append(None)
+            continue
+        places.append(tree.add(parent, guess.token, Signal(guess.prob, 0.0)))
+        depths.append(depths[parent] + 1)
+    return tree
+
+
 def _own_pick(growth: Growth) -> Pick | None:
-    """How the draft may choose by itself: a chain, with the target's noise, that nobody looks at."""
+    """How the draft may choose by itself: with the target's noise, where nobody looks."""
     seq, pick = growth.seq, growth.seq.sampler.pick
-    watched = growth.budget.width > 1 or growth.budget.floors or seq.policy.looks
+    watched = growth.budget.floors or seq.policy.looks
     if watched or not seq.verifier.shares_noise or pick is None or pick.filters:
         return None
     return pick

@@ -20,7 +20,7 @@ from outpace.bridge.pair import Pair
 from outpace.bridge.pieces import Pieces, complete, join
 from outpace.bridge.translated import Translated
 from outpace.errors import UsageError
-from outpace.models.base import Guess, Job, Output
+from outpace.models.base import Guess, Job, Output, Shape
 from outpace.sample import Pick
 from outpace.testing import ByteTokenizer, ToyLM
 from tests.tiny_models import build
@@ -418,14 +418,14 @@ def test_a_draft_that_makes_chains_by_itself(way: str) -> None:
     class Chaining(Reciter):
         made = 0
 
-        def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]]:
+        def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]]:
             self.made += 1
-            chains = []
+            chains, steps = [], max(shape.depth for shape in shapes)
             for row, token in zip(rows, tokens, strict=True):
                 said = [*self.rows[row].tokens, *self.rows[row].pending, token]
                 for _ in range(steps):
                     said.append(self.following(said))
-                chains.append([Guess(token, 0.9) for token in said[-steps:]])
+                chains.append([Guess(token, 0.9, i - 1) for i, token in enumerate(said[-steps:])])
             return chains
 
     tokenizer, target = KINDS["sentencepiece"](), reciting("tiktoken", TEXT)

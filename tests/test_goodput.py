@@ -21,7 +21,7 @@ from outpace.goodput import PROBING, Goodput
 from outpace.meter import Drift, Meter, Recent
 from outpace.methods.auto import Auto, merge
 from outpace.methods.suffix import Suffix
-from outpace.models.base import LM, Guess, Job, Output, Picks, Reference, Scores
+from outpace.models.base import LM, Guess, Job, Output, Picks, Reference, Scores, Shape
 from outpace.models.cacheless import CachelessLM
 from outpace.policy import Policy
 from outpace.sample import Sampler, Sampling
@@ -504,12 +504,13 @@ def test_a_draft_that_runs_on_by_itself_is_told_how_deep(clock: Time) -> None:
     text, asked = new(300), list[int]()
 
     class Chained(Script):
-        def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Any]) -> list[list[Guess]]:
+        def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Any]) -> list[list[Guess]]:
+            steps = shapes[0].depth
             asked.append(steps)
             self.clock.now += 0.05 * steps
             at = text.index(tokens[0]) + 1
             right = text[at : at + min(steps, 3)]  # the first three are right
-            return [[Guess(token, 0.9) for token in right + [7] * (steps - len(right))]]
+            return [[Guess(token, 0.9, i - 1) for i, token in enumerate(right + [7] * (steps - len(right)))]]
 
     draft = Chained(text, FLAT, clock)
     steps, _ = run(Script(text, FLAT, clock), 8, method="draft", draft=draft, policy="auto")

@@ -14,7 +14,7 @@ from outpace.bridge.follow import TokenFollower
 from outpace.bridge.pair import Pair
 from outpace.bridge.pieces import Pieces
 from outpace.errors import UnsupportedModel, UsageError
-from outpace.models.base import LM, Guess, Picks, Reference, Scores
+from outpace.models.base import LM, Guess, Picks, Reference, Scores, Shape
 from outpace.models.ends import Ends
 from outpace.models.memory import Memory
 from outpace.sample import Pick
@@ -72,12 +72,12 @@ class Translated:
         told = [self._told(tree, row) for tree, row in zip(trees, rows, strict=True)]
         return [Scores(self._fit(s.logits), s.hidden) for s in self.lm.score(told, rows, since)]
 
-    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
+    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         """Noise is keyed by the target's tokens, which the draft does not know: it goes by itself only without."""
-        if any(pick.temperature for pick in picks):
+        if shapes[0].width > 1 or any(pick.temperature for pick in picks):
             return None
         roots = self._feed(list(zip(rows, tokens, strict=True)))
-        chains = self.lm.chain(rows, roots, steps, picks)
+        chains = self.lm.guess(rows, roots, shapes, picks)
         return None if chains is None else [self._known(chain) for chain in chains]
 
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
@@ -130,7 +130,7 @@ class Translated:
         for guess in chain:
             if guess.token not in self.pair.to_target:
                 break
-            found.append(Guess(self.pair.to_target[guess.token], guess.prob))
+            found.append(guess._replace(token=self.pair.to_target[guess.token]))
         return found
 
     def _fit(self, logits: Tensor) -> Tensor:  # [nodes, draft's vocab] -> [nodes, vocab]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import UnsupportedModel, UsageError
-from outpace.models.chosen import Chosen as Chosen, Guess as Guess
+from outpace.models.chosen import Chosen as Chosen, Guess as Guess, Shape as Shape
 from outpace.models.ends import Ends
 from outpace.models.job import Begun, Job as Job
 from outpace.models.memory import Memory
@@ -75,8 +75,8 @@ class LM(Protocol):
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
         """Commit these nodes of the trees last scored, root first, and forget the others."""
 
-    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
-        """The model's own next `steps` choices after each row and its `token`; None: by `score`, one by one."""
+    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
+        """The model's own chains or trees after each row and its `token`, parents first; None: ask `score` by level."""
 
     def slice(self, layers: Seq[int], eager: bool = False) -> LM:
         """A model of some of the layers on the same weights, with rows of its own; `eager`: not worth compiling."""
@@ -278,7 +278,7 @@ class SlotLM(ABC):
                 scores.append(Scores(logits, hidden, output.chosen))
         return scores
 
-    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
+    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         return None
 
     def slice(self, layers: Seq[int], eager: bool = False) -> LM:

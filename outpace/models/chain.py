@@ -90,7 +90,8 @@ class Chains:
         tokens, probs = state.out[:steps, :, : len(links)].transpose(0, 1).tolist()
         drawn = []
         for i in range(len(links)):
-            guesses = [Guess(int(t[i]), p[i]) for t, p in zip(tokens, probs, strict=True)]
+            steps_of = enumerate(zip(tokens, probs, strict=True))
+            guesses = [Guess(int(t[i]), p[i], step) for step, (t, p) in steps_of]  # the first guess was made before
             drawn.append(Drawn(guesses, None if state.states is None else state.states[:steps, i].clone()))
         return drawn
 

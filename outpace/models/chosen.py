@@ -1,4 +1,4 @@
-"""What a model chose by itself, where it was asked to: at the nodes of a tree, or along a chain."""
+"""What a model chose by itself, where it was asked to: at the nodes of a tree, or one guess behind the other."""
 
 from __future__ import annotations
 
@@ -16,8 +16,17 @@ class Chosen:
     probs: list[float]  # of the choices, after the temperature
 
 
+class Shape(NamedTuple):
+    """Of what a model is to guess by itself: a chain, or a tree."""
+
+    depth: int
+    width: int = 1  # likeliest tokens behind a node, and nodes of a level that go on
+    nodes: int = 0  # of a tree, the likeliest ones
+
+
 class Guess(NamedTuple):
-    """A token of a chain, and how likely the model held it."""
+    """A token that a model guesses, and how likely it held it."""
 
     token: int
     prob: float
+    parent: int = -1  # place of the guess that it follows; -1: it follows the text

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import UsageError
-from outpace.models.base import Guess, Picks, Reference, Scores, SlotLM
+from outpace.models.base import Guess, Picks, Reference, Scores, Shape, SlotLM
 from outpace.models.ends import Ends
 from outpace.models.job import Begun, Job
 from outpace.models.memory import Memory
@@ -69,7 +69,7 @@ class EarlyLM:
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
         """What was begun is kept by the model, or forgotten."""
 
-    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
+    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         return None
 
     def slice(self, layers: Seq[int], eager: bool = False) -> SlotLM:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outpace.models import lane
-from outpace.models.base import Guess
+from outpace.models.base import Guess, Shape
 from outpace.models.chain import MOST_STEPS, Chains, Link
 from outpace.models.early import EarlyLM
 from outpace.models.job import Begun, Job
@@ -30,11 +30,11 @@ class EarlyGraphLM(EarlyLM):
         super().__init__(whole, layers)
         self._chains = Chains(whole, Span(0, layers))
 
-    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
+    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         whole = self.whole
-        if not whole.most_tokens or len(rows) > lane.MOST_JOBS:  # given up, or too many for a compiled pass
-            return None
-        steps = min(steps, MOST_STEPS)
+        if shapes[0].width > 1 or not whole.most_tokens or len(rows) > lane.MOST_JOBS:
+            return None  # a tree, given up, or too many for a compiled pass
+        steps = min(max(shape.depth for shape in shapes), MOST_STEPS)
         whole.reserve([self._job(row, Tree.chain([0] * steps)) for row in rows])  # before anything is begun
         scores = self.score([Tree([token]) for token in tokens], rows)  # with what the rows have pending
         lengths = [self._job(row, None).end + 1 for row in rows]  # with the root

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from outpace.models import attention, lane
-from outpace.models.base import Job, Output
+from outpace.models.base import Guess, Job, Output, Shape as Guesses
+from outpace.models.branch import Branches
 from outpace.models.compiled import compile_layers
 from outpace.models.halves import Halves
 from outpace.models.hf import PackedLM, places, view
@@ -27,6 +28,7 @@ from outpace.models.memory import Memory
 from outpace.models.pool import PoolCache, Shape
 from outpace.models.stages import Ran, Span
 from outpace.models.taps import apart, recording
+from outpace.sample import Pick
 from outpace.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class FastLM(PackedLM):
         self.quick = view(packed.model, packed.layers)
         self.quick.config._attn_implementation = attention.NAME
         self.halves = halves or Halves()
+        self.feeds: bool = getattr(self.model, "takes_features", False)
+        self._branches = Branches(self)
         if self.device.type == "cpu":
             self.halves.shorten(self.quick)
         self.compile_seconds = 0.0
@@ -153,6 +157,15 @@ class FastLM(PackedLM):
             logger.warning("%s runs eagerly from now on: %s", type(self.model).__name__, reason(error))
             self.most_tokens = 0
             return None
+
+    def guess(
+        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Guesses], picks: Seq[Pick]
+    ) -> list[list[Guess]] | None:
+        """Trees where nothing is sampled."""
+        if any(pick.temperature for pick in picks) or not self._branches.fit(shapes):
+            return None
+        jobs = [Job(row, len(self.rows[row].tokens), [], Tree([0])) for row in rows]
+        return self._attempt(jobs, lambda: self._branches.grow(rows, tokens, shapes))
 
     def part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran:
         found = self._attempt(jobs, lambda: self._quick_part(span, jobs, entering, nodes))

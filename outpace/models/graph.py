@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outpace.models import lane
-from outpace.models.base import CHUNK, LM, Chosen, Guess, Job, Output
+from outpace.models.base import CHUNK, LM, Chosen, Guess, Job, Output, Shape
 from outpace.models.chain import MOST_STEPS, Chains, Link
 from outpace.models.early_graph import EarlyGraphLM
 from outpace.models.fast import FastLM
@@ -111,7 +111,6 @@ class GraphLM(FastLM):
     def __init__(self, packed: PackedLM, halves: Halves | None = None):
         super().__init__(packed, halves)
         self._graphs: OrderedDict[Size, Captured] = OrderedDict()
-        self.feeds: bool = getattr(self.model, "takes_features", False)
         self._generation = self.cache.generation
         self.graph_memory = torch.cuda.graph_pool_handle()
         self._chains = Chains(self)
@@ -162,10 +161,10 @@ class GraphLM(FastLM):
         assert states is not None
         return Ran(states[:count].clone(), None if nodes is None or logits is None else logits[_rows(nodes)])
 
-    def chain(self, rows: Seq[int], tokens: Seq[int], steps: int, picks: Seq[Pick]) -> list[list[Guess]] | None:
-        if not self.most_tokens or len(rows) > lane.MOST_JOBS:  # given up, or too many for a compiled pass
-            return None
-        steps = min(steps, MOST_STEPS)
+    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
+        if shapes[0].width > 1 or not self.most_tokens or len(rows) > lane.MOST_JOBS:
+            return None  # a tree, given up, or too many for a compiled pass
+        steps = min(max(shape.depth for shape in shapes), MOST_STEPS)
         roots = [Tree([token]) for token in tokens]
         scores = self.score(roots, rows, picks=picks)  # with what the rows have pending
         found = []

@@ -1,0 +1,115 @@
+"""Trees that a draft grows by itself, a level a program, are those that are grown from outside; on CPU and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from typing import Any
+
+import pytest
+
+from outpace.api import Model
+from outpace.growth import Growing
+from outpace.models.base import Guess, Job, Output, Shape
+from outpace.models.branch import Branches
+from outpace.models.fast import FastLM
+from outpace.models.kernels import cpu
+from outpace.sample import Pick
+from outpace.tree import Tree
+from tests.test_fast import DEVICES, PROMPTS, fast
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+GREEDY = Pick(0, 0.0)
+
+
+def paths(tree: Tree) -> dict[tuple[int, ...], float]:
+    """What a tree holds: every path, and how likely its last token was."""
+    return {tuple(tree.tokens[n] for n in tree.path(node)): tree.signals[node].prob for node in range(1, len(tree))}
+
+
+@pytest.fixture
+def grown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tree]]:
+    """All trees that drafters propose."""
+    trees, propose = list[Tree](), Growing.propose_batch
+
+    def noted(self: Growing, *given: Any) -> list[Tree]:
+        found = propose(self, *given)
+        trees.extend(Tree(list(t.tokens), list(t.parents), signals=dict(t.signals)) for t in found)
+        return found
+
+    monkeypatch.setattr(Growing, "propose_batch", noted)
+    yield trees
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", ["draft:width=3,depth=4,nodes=10", "eagle3:head=random,width=4,depth=6,nodes=30"])
+def test_trees_are_those_that_are_grown_level_by_level(
+    method: str, device: str, grown: list[Tree], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = fast("llama", device)
+    given: dict[str, Any] = {"max_tokens": 20, "method": method}
+    if method.startswith("draft"):
+        given["draft"] = fast("qwen2", device)
+    calls: list[int] = []
+    whole = Branches.grow
+
+    def counted(self: Branches, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape]) -> list[list[Guess]]:
+        calls.append(len(rows))
+        return whole(self, rows, tokens, shapes)
+
+    monkeypatch.setattr(Branches, "grow", counted)
+    answers = [target.generate(PROMPTS, **given), target.generate(PROMPTS[0], **given)]
+    alone, count = list(grown), len(calls)
+    grown.clear()
+    assert {1, 3} <= set(calls)
+    monkeypatch.setattr(FastLM, "guess", lambda *given: None)
+    target.lm.clear()
+    again = [target.generate(PROMPTS, **given), target.generate(PROMPTS[0], **given)]
+    assert len(calls) == count and len(grown) == len(alone)
+    assert [c.tokens for c in again[0]] == [c.tokens for c in answers[0]] and again[1].tokens == answers[1].tokens
+    for ours, theirs in zip(alone, grown, strict=True):
+        mine, due = paths(ours), paths(theirs)
+        assert mine.keys() == due.keys()
+        for path, chance in due.items():
+            assert mine[path] == pytest.approx(chance, rel=1e-3)
+
+
+def test_what_a_tree_was_fed_is_kept_where_it_turns_out_right() -> None:
+    """A draft that is the target itself: the next pass feeds it only what its tree did not hold."""
+    target = fast("llama")
+    lm = fast("llama").lm
+    assert isinstance(lm, FastLM)
+    fed, quickly = list[int](), lm.quickly
+
+    def counted(jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        fed.extend(len(job.tokens) for job in jobs)
+        return quickly(jobs, taps)
+
+    lm.quickly = counted  # type: ignore[method-assign]
+    done = target.generate(PROMPTS[0], method="draft:width=2,depth=4,nodes=8", draft=Model(lm), max_tokens=21)
+    assert done.stats.matched == done.stats.offered and done.stats.passes > 2
+    assert max(fed[1:]) <= 2  # the last guess, which was not fed, and the root
+
+
+def test_where_trees_are_grown_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = fast("llama").lm
+    assert isinstance(lm, FastLM)
+    row = lm.acquire([])
+    lm.sync([PROMPTS[1]], [row])
+
+    def guess(shape: Shape, pick: Pick = GREEDY) -> list[list[Guess]] | None:
+        return lm.guess([row], [4], [shape], [pick])
+
+    assert [len(found) for shape in (Shape(3, 2, 5), Shape(1, 2, 5)) for found in guess(shape) or []] == [5, 2]
+    assert guess(Shape(3)) is None  # a chain: on a CPU one pass a token is all there is
+    assert guess(Shape(3, 2, 5), Pick(0, 0.7)) is None  # noise orders what follows, and a program has none
+    assert guess(Shape(40, 4, 5)) is None  # more nodes than ancestor bits
+    assert guess(Shape(3, 65, 5)) is None  # more than a compiled pass takes
+
+    lm.windows = [8] * len(lm.windows)
+    assert guess(Shape(4, 2, 5)) is not None and guess(Shape(5, 2, 5)) is None  # the window ends within it
+
+    def broken(*given: Any) -> None:
+        raise RuntimeError("the compiler stumbles")
+
+    monkeypatch.setattr(Branches, "grow", broken)
+    assert guess(Shape(3, 2, 5)) is None and not lm.most_tokens  # eagerly from now on
