@@ -16,6 +16,7 @@ from outpace.heads import store
 from outpace.heads.parallel import Parallel, Text
 from outpace.heads.recursive import Recursive
 from outpace.models.base import LM
+from outpace.models.compiled import shortened
 from outpace.models.fast import FastLM
 from outpace.models.fed import Fed, fed
 from outpace.outlook import fitted
@@ -102,7 +103,8 @@ class Slotted(Shaped):
         if self._target is not seq.target:
             head = store.resolve(self.kind, self.head, seq.target)
             assert isinstance(head, Parallel)
-            self._head, self._target = head, seq.target
+            slow = isinstance(seq.target, FastLM) and seq.target.device.type == "cpu"  # to read weights
+            self._head, self._target = shortened(head) if slow else head, seq.target
         self.taps = self._head.spec.taps
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
@@ -114,7 +116,8 @@ class Slotted(Shaped):
         trees = {seq.id: Tree([seq.tokens[-1]]) for seq in seqs}
         ready = [given for given in zip(seqs, budgets, strict=True) if self._read(given[0])]
         if ready:
-            laws = self._head.guess([seq.memory(self, Text) for seq, _ in ready])  # [rows, slots, draft vocab]
+            deepest = max(budget.depth for _, budget in ready)
+            laws = self._head.guess([seq.memory(self, Text) for seq, _ in ready], deepest)  # [rows, slots, draft vocab]
             for (seq, budget), law in zip(ready, laws, strict=True):
                 known = fitted(self._head.spread(law[: budget.depth], self._vocab), seq.vocab)
                 trees[seq.id] = slots.grow(seq, known, budget, self.ranks)

@@ -30,25 +30,30 @@ class Outlook(NamedTuple):
 def outlooks(seq: Sequence, logits: Tensor, prefixes: Seq[list[int]], width: int) -> list[Outlook]:
     """Of several places at once, at most `width` tokens each."""  # [places, vocab]
     sampler, shared = seq.sampler, seq.verifier.shares_noise
-    shaped = sampler.shapes(logits, prefixes)
-    law = shaped.double().softmax(-1)
-    noised = shaped if sampler.greedy else _noised(seq, shaped, prefixes)
-    first = noised.topk(min(width, noised.shape[-1])).indices
-    # With shared noise, how far a token leads after the noise tells how likely the target chooses it too.
-    chance = noised.softmax(-1) if shared and not sampler.greedy else law
-    top = law.topk(min(TOP, law.shape[-1])).values
-    columns = (
-        first.tolist(),
-        chance.gather(-1, first).tolist(),
-        (law.gather(-1, first) > 0).sum(-1).tolist(),  # the others cannot follow
-        _entropy(shaped.double(), law, top[:, 0]).tolist(),
-        top.tolist(),
-        [None] * len(law) if shared or sampler.greedy else law,
-    )
-    return [
-        Outlook(tokens[:possible], chances[:possible], entropy, tuple(top), own)
-        for tokens, chances, possible, entropy, top, own in zip(*columns, strict=True)
-    ]
+    shaped, drawn = sampler.shapes(logits, prefixes), not shared and not sampler.greedy
+    precise = shaped.double() if drawn else shaped.float()  # a law that is drawn from, or numbers to go by
+    law, vocab = precise.softmax(-1), shaped.shape[-1]
+    leading = shaped.topk(min(max(width, TOP), vocab)).indices
+    first, chance = leading[:, :width], law
+    if not sampler.greedy:
+        noised = _noised(seq, shaped, prefixes)
+        first = noised.topk(min(width, vocab)).indices
+        # With shared noise, how far a token leads after the noise tells how likely the target chooses it too.
+        chance = noised.float().softmax(-1) if shared else law
+    top = law.gather(-1, leading[:, :TOP])
+    possible = (law.gather(-1, first) > 0).sum(-1)  # the others cannot follow
+    entropy = _entropy(precise, law, top[:, 0])
+    numbers = [first, chance.gather(-1, first), top, possible[:, None], entropy[:, None]]
+    read = torch.cat([column.double() for column in numbers], dim=-1).tolist()  # in one look: a device is far away
+    own, count = law if drawn else [None] * len(law), first.shape[-1]
+    return [_outlook(row, count, one) for row, one in zip(read, own, strict=True)]
+
+
+def _outlook(row: list[float], count: int, law: Tensor | None) -> Outlook:
+    """From one row of numbers: so many tokens, their chances, the largest probabilities, how many can be, entropy."""
+    possible = int(row[-2])
+    tokens = [int(token) for token in row[:count][:possible]]
+    return Outlook(tokens, row[count : 2 * count][:possible], row[-1], tuple(row[2 * count : -2]), law)
 
 
 def _noised(seq: Sequence, shaped: Tensor, prefixes: Seq[list[int]]) -> Tensor:

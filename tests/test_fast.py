@@ -6,7 +6,11 @@ import pytest
 import torch
 
 import outpace
+from outpace import registry
+from outpace.heads import store
+from outpace.heads.parallel import Text
 from outpace.models import lane
+from outpace.models.compiled import shortened
 from outpace.models.fast import FastLM
 from outpace.models.graph import GraphLM
 from outpace.models.halves import linear
@@ -155,3 +159,26 @@ def test_taps_are_those_of_eager_passes() -> None:
         lm.sync([PROMPTS[1]], [row])
         states.append(lm.score([Tree.chain([1, 2, 3])], [row])[0].hidden)
     torch.testing.assert_close(*states)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "block"])
+def test_heads_beside_a_compiled_target_read_int8_weights_and_stay_as_they_are(kind: str) -> None:
+    target = fast("llama")
+    head = store.fresh(kind, target.lm)
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    method = registry.method(kind, head=head)
+    answers = [target.generate(PROMPTS, method=name, max_tokens=12) for name in ("plain", method)]
+    assert [c.tokens for c in answers[0]] == [c.tokens for c in answers[1]]
+    after = head.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    served = method._lm.quick if kind == "eagle3" else method._head
+    kinds = {type(module) for module in served.modules()}
+    assert Int8Linear in kinds and torch.nn.Linear not in kinds
+
+
+def test_a_short_twin_guesses_nearly_the_same() -> None:
+    target = fast("llama").lm
+    head = store.fresh("medusa", target)
+    texts = [Text(3, torch.randn(4, 32)) for _ in range(2)]
+    due, found = head.guess(texts, 3), shortened(head).guess(texts, 3)
+    assert due.shape == found.shape and 0 < (due - found).abs().max() < 0.05 * due.abs().max()

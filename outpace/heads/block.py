@@ -124,7 +124,7 @@ class Block(Parallel):
         masks = self.mask.expand(*tokens.shape, self.spec.steps, -1)
         return torch.cat([self.embed(tokens).unsqueeze(-2), masks], dim=-2)
 
-    def guess(self, texts: Seq[Text]) -> Tensor:
+    def guess(self, texts: Seq[Text], slots: int) -> Tensor:
         """Products are made for all texts together; each block attends by itself, to its own text where that lies: so
         texts of different lengths are neither padded nor copied."""
         contexts = self._read(texts)
@@ -144,7 +144,7 @@ class Block(Parallel):
                 return torch.cat(out, dim=-2)
 
             states = layer(states, turns, attend)
-        return self.logits(self.norm(states).unflatten(0, (-1, size))[:, 1:])
+        return self.logits(self.norm(states).unflatten(0, (-1, size))[:, 1 : 1 + slots])
 
     def _read(self, texts: Seq[Text]) -> list[Context]:
         """Add what is new of each text to its context."""

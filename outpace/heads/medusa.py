@@ -47,9 +47,9 @@ class Medusa(Parallel):
     def dtype(self) -> torch.dtype:
         return next(self.shifts.parameters()).dtype
 
-    def guess(self, texts: Seq[Text]) -> Tensor:
-        last = torch.stack([text.hidden[-1] for text in texts if text.hidden is not None]).to(self.dtype)
-        return self.logits(torch.stack([shift(last) for shift in self.shifts], dim=1))
+    def guess(self, texts: Seq[Text], slots: int) -> Tensor:
+        last = torch.stack([text.hidden[-1] for text in texts if text.hidden is not None])
+        return self.logits(torch.stack([shift(last) for shift in self.shifts[:slots]], dim=1))
 
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
         self.check(steps)

@@ -38,8 +38,8 @@ class Parallel(Head):
         return self.output(states) if self.spec.own_output else self.unembed(states)
 
     @abstractmethod
-    def guess(self, texts: Seq[Text]) -> Tensor:
-        """The laws of the tokens behind each text, all slots that the head has."""  # [texts, slots, draft vocab]
+    def guess(self, texts: Seq[Text], slots: int) -> Tensor:
+        """The laws of so many tokens behind each text, if the head has so many."""  # [texts, slots, draft vocab]
 
     def check(self, steps: int) -> None:
         if steps > self.spec.steps:

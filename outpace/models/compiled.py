@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from outpace.models import halves, int8
 from outpace.models.kernels.runtime import overlaps
 from outpace.models.lane import Lane
-from outpace.models.taps import decoder_layers
+from outpace.models.taps import M, decoder_layers, twin
 from outpace.shelf import cache_dir
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
@@ -144,6 +144,14 @@ class Head(nn.Module):
             return torch.ops.outpace.linears(hidden.flatten(0, -2), [weight], [bias])[0].unflatten(0, (1, -1))
         scales = [self.inner.scale] if isinstance(self.inner, int8.Int8Linear) else []
         return torch.ops.outpace_cpu.linears(hidden, [weight], scales, [bias])
+
+
+def shortened(model: M) -> M:
+    """A twin of a model that is not compiled, on a CPU, whose products read int8 weights through our kernels."""
+    ours = twin(model)
+    for parent, name, child in int8.linears(ours):
+        setattr(parent, name, Head(int8.Int8Linear(child)))
+    return ours
 
 
 def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> None:

@@ -18,7 +18,9 @@ from outpace.models.base import Output
 from outpace.models.fast import FastLM
 from outpace.models.graph import GraphLM
 from outpace.models.hf import PackedLM
+from outpace.models.int8 import quantize
 from outpace.models.job import Job
+from outpace.models.taps import twin
 from outpace.sequence import common_prefix
 
 STATE = (-1,)  # the tap of what a head feeds back
@@ -85,9 +87,15 @@ class FedGraph(Fed, GraphLM):
 
 def fed(model: PreTrainedModel, compiled: bool) -> FedPacked | FedFast | FedGraph:
     """The adapter of a model that takes states."""
+    if compiled and model.device.type == "cpu":
+        # A pass takes as long as its weights take to come from memory, and a guess may be a little different.
+        fast = FedFast.of(_packed(quantize(twin(model))))
+        return fast if isinstance(fast, FedFast) else _packed(model)
+    packed = _packed(model)
+    return FedGraph.of(packed) if compiled else packed  # type: ignore[return-value]
+
+
+def _packed(model: PreTrainedModel) -> FedPacked:
     packed = FedPacked.fitting(model)
     assert isinstance(packed, FedPacked), "a head is made of layers that attend through our function"
-    if not compiled:
-        return packed
-    kind = FedGraph if packed.device.type == "cuda" else FedFast
-    return kind.of(packed)  # type: ignore[return-value]
+    return packed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from outpace.models.int8 import linears
 from outpace.models.memory import free
 
 
@@ -51,12 +52,7 @@ class Halves:
 
     def shorten(self, model: nn.Module) -> None:
         """Replace the linear layers of this model, which must be ours, where that loses nothing and memory allows."""
-        found = [
-            (parent, name, child)
-            for parent in model.modules()
-            for name, child in parent.named_children()
-            if type(child) is nn.Linear
-        ]
+        found = linears(model)
         new = {child.weight.data_ptr(): child.weight.nbytes // 2 for *_, child in found}
         missing = sum(count for address, count in new.items() if address not in self._copies)
         if missing > free(torch.device("cpu")) // 2:

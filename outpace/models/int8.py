@@ -47,14 +47,19 @@ OPS.impl("linear", lambda x, weight, scale, bias: x.new_empty(*x.shape[:-1], wei
 LINEAR = torch.ops.outpace_int8.linear.default
 
 
-def quantize(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace every linear layer of this model by an int8 one; the embedding stays, also where the head shares it."""
-    found = [
+def linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Every linear layer, with the module that has it and its name there."""
+    return [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
     ]
+
+
+def quantize(model: PreTrainedModel) -> PreTrainedModel:
+    """Replace every linear layer of this model by an int8 one; the embedding stays, also where the head shares it."""
+    found = linears(model)
     if not found:
         raise UnsupportedModel(f"{type(model).__name__} has no linear layers to quantise")
     for parent, name, child in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -12,8 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outpace.errors import UnsupportedModel, UsageError
 
+M = TypeVar("M", bound=nn.Module)
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
+
+def twin(model: M) -> M:
     """A copy of the module tree and the config that shares every tensor: ours to hook and to configure."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared).eval()
