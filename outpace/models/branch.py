@@ -89,7 +89,7 @@ class Branches:
         lm, width = self.lm, shapes[0].width
         entries = 1 + (max(shape.depth for shape in shapes) - 1) * width  # the last level is not fed
         return (
-            width > 1
+            1 < width <= lm.vocab
             and len(shapes) <= lane.MOST_JOBS
             and len(shapes) * width <= lm.most_tokens
             and entries <= lane.LONGEST
