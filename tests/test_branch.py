@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from outpace.api import Model
+from outpace.errors import CacheFull
 from outpace.growth import Growing
 from outpace.models.base import Guess, Job, Output, Shape
 from outpace.models.branch import Branches
@@ -107,6 +108,14 @@ def test_where_trees_are_grown_from_outside(monkeypatch: pytest.MonkeyPatch) -> 
 
     lm.windows = [8] * len(lm.windows)
     assert guess(Shape(4, 2, 5)) is not None and guess(Shape(5, 2, 5)) is None  # the window ends within it
+
+    def full(jobs: Seq[Job]) -> None:
+        raise CacheFull("no room", row)
+
+    with monkeypatch.context() as patch, pytest.raises(CacheFull):  # the engine then goes on without guesses
+        patch.setattr(lm, "reserve", full)
+        guess(Shape(3, 2, 5))
+    assert lm.most_tokens  # and nothing was given up
 
     def broken(*given: Any) -> None:
         raise RuntimeError("the compiler stumbles")

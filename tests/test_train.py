@@ -238,6 +238,10 @@ def test_what_a_head_that_is_there_cannot_become(tiny: Model) -> None:
         store.grown(store.fresh("medusa", tiny.lm), tiny.lm, 2, None)
     with pytest.raises(UsageError, match="output matrix of its own"):
         store.grown(store.fresh("mtp", tiny.lm, own_output=True), tiny.lm, 1, torch.arange(4))
+    own = store.fresh("mtp", tiny.lm, torch.arange(4), own_output=True)
+    with pytest.raises(UsageError, match="output matrix of its own"):  # as many tokens, but others
+        store.grown(own, tiny.lm, 1, torch.arange(4, 8))
+    assert store.grown(own, tiny.lm, 2, torch.arange(4)).spec.layers == 2
 
 
 @pytest.mark.parametrize(

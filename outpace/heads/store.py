@@ -69,7 +69,8 @@ def grown(head: Head, lm: LM, layers: int, ids: Tensor | None) -> Head:
     spec = dataclasses.replace(head.spec, layers=layers, draft_vocab=0 if ids is None else len(ids))
     if layers < head.spec.layers:
         raise UsageError(f"the head has {head.spec.layers} layers: it can get more, not {layers}")
-    if spec.own_output and spec.draft_vocab != head.spec.draft_vocab:
+    same = ids is head.ids or (ids is not None and head.ids is not None and torch.equal(ids, head.ids))
+    if spec.own_output and not same:
         raise UsageError("the head has an output matrix of its own, for the tokens that it guesses now")
     given = dataclasses.asdict(spec)
     larger = fresh(given.pop("kind"), lm, ids, **given)

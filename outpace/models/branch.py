@@ -96,13 +96,16 @@ class Branches:
             and all(window is None or window > entries for window in lm.windows)
         )
 
+    def reserve(self, rows: Seq[int], shapes: Seq[Shape]) -> None:
+        """Room for all that will be fed, before anything is; raises `CacheFull`."""
+        fed = (max(shape.depth for shape in shapes) - 1) * shapes[0].width
+        held = [(row, self.lm.rows[row]) for row in rows]
+        self.lm.reserve([Job(index, len(row.tokens), row.pending, Tree.chain([0] * (1 + fed))) for index, row in held])
+
     @torch.no_grad()
     def grow(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape]) -> list[list[Guess]]:
         """The likeliest `nodes` guesses behind each row and its token, parents first; all of one width."""
         lm, width, depth = self.lm, shapes[0].width, max(shape.depth for shape in shapes)
-        fed = (depth - 1) * width
-        room = [Job(row, len(lm.rows[row].tokens), lm.rows[row].pending, Tree.chain([0] * (1 + fed))) for row in rows]
-        lm.reserve(room)
         scores = lm.score([Tree([token]) for token in tokens], rows)  # with what the rows have pending
         state, advance = self._level(len(rows), width)
         self._open(state, torch.cat([score.logits for score in scores]), rows)

@@ -90,8 +90,8 @@ class Chains:
         tokens, probs = state.out[:steps, :, : len(links)].transpose(0, 1).tolist()
         drawn = []
         for i in range(len(links)):
-            steps_of = enumerate(zip(tokens, probs, strict=True))
-            guesses = [Guess(int(t[i]), p[i], step) for step, (t, p) in steps_of]  # the first guess was made before
+            # A step follows the guess before it, and the first one follows a guess that was made before the chain.
+            guesses = [Guess(int(t[i]), p[i], step) for step, (t, p) in enumerate(zip(tokens, probs, strict=True))]
             drawn.append(Drawn(guesses, None if state.states is None else state.states[:steps, i].clone()))
         return drawn
 

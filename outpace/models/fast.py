@@ -164,6 +164,7 @@ class FastLM(PackedLM):
         """Trees where nothing is sampled."""
         if any(pick.temperature for pick in picks) or not self._branches.fit(shapes):
             return None
+        self._branches.reserve(rows, shapes)  # a full cache is no reason to give up compiled passes
         jobs = [Job(row, len(self.rows[row].tokens), [], Tree([0])) for row in rows]
         return self._attempt(jobs, lambda: self._branches.grow(rows, tokens, shapes))
 
