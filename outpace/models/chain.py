@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outpace.models import lane
 from outpace.models.base import Guess
+from outpace.models.capture import Replay, capture
 from outpace.models.stages import Span
 from outpace.models.taps import recording
 from outpace.noise import words
@@ -61,8 +62,7 @@ class Step(NamedTuple):
     """A captured step."""
 
     state: State
-    graph: torch.cuda.CUDAGraph
-    program: Callable[[], None]  # it holds tensors that the graph reads
+    advance: Replay[None]
 
 
 class Drawn(NamedTuple):
@@ -83,10 +83,10 @@ class Chains:
     def run(self, links: Seq[Link], steps: int) -> list[Drawn]:
         """The next `steps` tokens of each row, with their probabilities."""
         slots = next(n for n in (2, 4, 8, 16, 32, 64) if n >= len(links))
-        state, graph, _ = self._graph(slots)
+        state, advance = self._graph(slots)
         self._begin(state, links, steps)
         for _ in range(steps):
-            graph.replay()
+            advance()
         tokens, probs = state.out[:steps, :, : len(links)].transpose(0, 1).tolist()
         drawn = []
         for i in range(len(links)):
@@ -119,17 +119,7 @@ class Chains:
             self._generation = self.lm.cache.generation
         if slots not in self._captured:
             state = State.empty(slots, self.lm, self.span)
-            advance = self._step(state)
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side), torch.no_grad():
-                for _ in range(2):
-                    advance()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.no_grad(), torch.cuda.graph(graph, self.lm.graph_memory, capture_error_mode="thread_local"):
-                advance()
-            self._captured[slots] = Step(state, graph, advance)
+            self._captured[slots] = Step(state, capture(self._step(state), self.lm.graph_memory))
         return self._captured[slots]
 
     def _step(self, state: State) -> Callable[[], None]:

@@ -42,6 +42,7 @@ class FastLM(PackedLM):
 
     most_tokens = 64  # in a compiled pass: with more, torch's own products are as fast
     quick_prompts = False  # whether parts of a prompt run compiled
+    graph_memory: Any = None  # of captured passes, where there are any
 
     def __init__(self, packed: PackedLM, halves: Halves | None = None):
         super().__init__(packed.model, packed.layers, packed.cache.limit)

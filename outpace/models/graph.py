@@ -19,6 +19,7 @@ from torch import Tensor
 
 from outpace.models import lane
 from outpace.models.base import CHUNK, LM, Chosen, Guess, Job, Output, Shape
+from outpace.models.capture import Replay, capture
 from outpace.models.chain import MOST_STEPS, Chains, Link
 from outpace.models.early_graph import EarlyGraphLM
 from outpace.models.fast import FastLM
@@ -66,14 +67,17 @@ class Left(NamedTuple):
 class Captured:
     """A graph, and the memory through which it is talked to."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Replay[Left]
     host: np.ndarray  # type: ignore[type-arg]
     staged: Tensor  # the same memory, pinned
     given: Tensor  # its copy on the device
     entering: Tensor | None  # [tokens, hidden]: states that enter, behind the first layer or beside the tokens
-    left: Left
     read: Tensor  # [3, tokens]: the choices on the host, pinned
     size: Size
+
+    @property
+    def left(self) -> Left:
+        return self.replay.left
 
 
 class Soon(Chosen):
@@ -145,7 +149,7 @@ class GraphLM(FastLM):
             beside = joined(jobs, captured.size.tokens)
             captured.entering.copy_(beside["features"][0]) if beside else captured.entering.zero_()
         self._stage(captured, jobs)
-        captured.graph.replay()
+        captured.replay()
         return self._outputs(captured, jobs)
 
     @torch.no_grad()
@@ -156,14 +160,16 @@ class GraphLM(FastLM):
             assert captured.entering is not None
             captured.entering[:count].copy_(entering)
         self._stage(captured, jobs)
-        captured.graph.replay()
+        captured.replay()
         states, logits = captured.left.states, captured.left.logits
         assert states is not None
         return Ran(states[:count].clone(), None if nodes is None or logits is None else logits[_rows(nodes)])
 
     def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
-        if shapes[0].width > 1 or not self.most_tokens or len(rows) > lane.MOST_JOBS:
-            return None  # a tree, given up, or too many for a compiled pass
+        if shapes[0].width > 1:
+            return super().guess(rows, tokens, shapes, picks)
+        if not self.most_tokens or len(rows) > lane.MOST_JOBS:
+            return None  # given up, or too many for a compiled pass
         steps = min(max(shape.depth for shape in shapes), MOST_STEPS)
         roots = [Tree([token]) for token in tokens]
         scores = self.score(roots, rows, picks=picks)  # with what the rows have pending
@@ -249,7 +255,6 @@ class GraphLM(FastLM):
         self._graphs.move_to_end(size)
         return self._graphs[size]
 
-    @torch.no_grad()
     def _capture(self, size: Size) -> Captured:
         count = size.tokens * COLUMNS + size.slots * 4
         staged = torch.zeros(count, dtype=torch.int64, pin_memory=True)
@@ -260,18 +265,15 @@ class GraphLM(FastLM):
             width = self.quick.config.get_text_config().hidden_size
             entering = torch.zeros(size.tokens, width, dtype=self.model.dtype, device=self.device)
         run = self._program(size, given, entering)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compile, and let libraries set themselves up
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.graph_memory, capture_error_mode="thread_local"):
+
+        def pass_() -> Left:
             left = run()
             if left.chosen is not None:
                 read.copy_(left.chosen, non_blocking=True)
-        return Captured(graph, staged.numpy(), staged, given, entering, left, read, size)
+            return left
+
+        replay = capture(pass_, self.graph_memory)
+        return Captured(replay, staged.numpy(), staged, given, entering, read, size)
 
     def _program(self, size: Size, given: Tensor, entering: Tensor | None) -> Callable[[], Left]:
         table = given[: size.tokens * COLUMNS].view(COLUMNS, size.tokens)
