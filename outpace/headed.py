@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from outpace import slots
-from outpace.drafter import Shaped
 from outpace.errors import Headless
-from outpace.growth import SelfDrafting
+from outpace.growth import Growing, Held, SelfDrafting
 from outpace.heads import store
 from outpace.heads.parallel import Parallel, Text
 from outpace.heads.recursive import Recursive
+from outpace.linked import LinkedLM, Told
 from outpace.models.base import LM
 from outpace.models.compiled import shortened
 from outpace.models.fast import FastLM
@@ -83,10 +83,11 @@ class Headed(SelfDrafting):
         return True
 
 
-class Slotted(Shaped):
+class Slotted(Growing):
     """A drafter whose head guesses several tokens in one go: a subclass brings `head` and the options of a tree."""
 
     kind: ClassVar[str]  # of its head
+    model_source = None  # one pass of the head is all; what a level of a tree costs beside it is small
     head: str | Parallel | None
     ranks: Seq[slots.Ranks] = ()  # of a static tree, if it is to be one
 
@@ -97,6 +98,7 @@ class Slotted(Shaped):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._target: LM | None = None
+        self._linked: LinkedLM | None = None  # what grows trees of slots that are told what comes before them
 
     def open(self, seq: Sequence) -> None:
         assert seq.target is not None, "the engine names the target"
@@ -105,10 +107,19 @@ class Slotted(Shaped):
             assert isinstance(head, Parallel)
             slow = isinstance(seq.target, FastLM) and seq.target.device.type == "cpu"  # to read weights
             self._head, self._target = shortened(head) if slow else head, seq.target
+            self._vocab = store.ends_of(seq.target).vocab
+            self._linked = LinkedLM(self._head, self._vocab) if head.spec.linked else None
         self.taps = self._head.spec.taps
 
-    def propose(self, seq: Sequence, budget: Budget) -> Tree:
-        return self.propose_batch([seq], [budget])[0]
+    def lm(self, seq: Sequence) -> LM:
+        assert self._linked is not None
+        return self._linked
+
+    def row(self, seq: Sequence) -> int:
+        kept, lm = seq.memory(self, Text).kept, self.lm(seq)
+        if "row" not in kept:
+            kept["row"] = Held(lm, lm.acquire([]))
+        return kept["row"].row
 
     @torch.no_grad()
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
@@ -117,21 +128,36 @@ class Slotted(Shaped):
         ready = [given for given in zip(seqs, budgets, strict=True) if self._read(given[0])]
         if ready:
             deepest = max(budget.depth for _, budget in ready)
-            laws = self._head.guess([seq.memory(self, Text) for seq, _ in ready], deepest)  # [rows, slots, draft vocab]
-            for (seq, budget), law in zip(ready, laws, strict=True):
-                known = fitted(self._head.spread(law[: budget.depth], self._vocab), seq.vocab)
-                trees[seq.id] = slots.grow(seq, known, budget, self.ranks)
+            made = self._head.slots([seq.memory(self, Text) for seq, _ in ready], deepest)  # [rows, slots, hidden]
+            grown = self._alone(ready, made) if self._linked is None else self._told(self._linked, ready, made)
+            trees |= {seq.id: tree for (seq, _), tree in zip(ready, grown, strict=True)}
         return [trees[seq.id] for seq in seqs]
+
+    def _alone(self, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
+        """Trees of slots that know nothing of each other."""  # [rows, slots, hidden]
+        found = []
+        for (seq, budget), law in zip(ready, self._head.logits(made), strict=True):
+            known = fitted(self._head.spread(law[: budget.depth], self._vocab), seq.vocab)
+            found.append(slots.grow(seq, known, budget, self.ranks))
+        return found
+
+    def _told(self, lm: LinkedLM, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
+        """Trees of slots that are told what comes before them."""  # [rows, slots, hidden]
+        if self.ranks:
+            rows = zip(ready, made, strict=True)
+            laws = [(Told(lm, seq, own[: budget.depth], budget.width), budget) for (seq, budget), own in rows]
+            return [slots.grown(law, budget, self.ranks) for law, budget in laws]
+        for (seq, _), own in zip(ready, made, strict=True):
+            lm.place(self.row(seq), own)
+        within = [budget.within(made.shape[1], trees=True) for _, budget in ready]
+        return super().propose_batch([seq for seq, _ in ready], within)
 
     def _read(self, seq: Sequence) -> bool:
         text = seq.memory(self, Text)
         text.token, text.hidden = seq.tokens[-1], states(seq)
         return text.hidden is not None
 
-    @property
-    def _vocab(self) -> int:
-        assert self._target is not None
-        return store.ends_of(self._target).vocab
-
     def close(self, seq: Sequence) -> None:
-        seq.forget(self)
+        text: Text | None = seq.forget(self)
+        if text is not None and "row" in text.kept:
+            text.kept["row"].lm.release(text.kept["row"].row)

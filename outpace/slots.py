@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from torch import Tensor
 
@@ -21,6 +22,15 @@ from outpace.tree import ROOT, Budget, Tree
 Ranks = tuple[int, ...]  # a path of a tree: the first slot's token of this rank, the second's of that, and so on
 
 
+class Laws(Protocol):
+    """What one request's next tokens could be."""
+
+    seq: Sequence
+
+    def behind(self, path: list[int]) -> Outlook | None:
+        """What could follow these guesses; None where there is no slot, or no token that is allowed."""
+
+
 class Slots:
     """The laws of one request's next tokens, as its sampler sees them."""
 
@@ -29,7 +39,6 @@ class Slots:
         self._seen: dict[Ranks, list[Outlook]] = {}
 
     def behind(self, path: list[int]) -> Outlook | None:
-        """What could follow these guesses; None where there is no slot, or no token that is allowed."""
         if len(path) >= len(self.logits):
             return None
         # Processors look at the guesses: with them a slot has another law behind each path, else all are seen at once.
@@ -49,14 +58,19 @@ class Slots:
 
 
 def grow(seq: Sequence, logits: Tensor, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
+    """From laws that do not depend on what comes before them."""  # [slots, vocab]
+    return grown(Slots(seq, logits[: budget.depth], budget.width), budget, ranks)
+
+
+def grown(slots: Laws, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
     """A tree within the budget: by `ranks` if there are any, else the best; a chain where it has to be drawn."""
-    slots = Slots(seq, logits[: budget.depth], budget.width)  # [slots, vocab]
+    seq = slots.seq
     if not seq.verifier.shares_noise and not seq.sampler.greedy:
         return drawn(slots, budget)
     return static(slots, budget, ranks) if ranks else best_first(slots, budget)
 
 
-def best_first(slots: Slots, budget: Budget) -> Tree:
+def best_first(slots: Laws, budget: Budget) -> Tree:
     """The nodes that are likeliest to be accepted; a parent is likelier than its children, so they hang together."""
     tree, paths = Tree([slots.seq.tokens[-1]]), [list[int]()]
     frontier: list[tuple[float, int, int, float]] = []  # minus its log chance, parent, rank there, the parent's
@@ -79,7 +93,7 @@ def best_first(slots: Slots, budget: Budget) -> Tree:
     return tree
 
 
-def static(slots: Slots, budget: Budget, ranks: Seq[Ranks]) -> Tree:
+def static(slots: Laws, budget: Budget, ranks: Seq[Ranks]) -> Tree:
     """The same ranks in every tree, as far as the budget goes."""
     tree, paths, place = Tree([slots.seq.tokens[-1]]), [list[int]()], dict[Ranks, int]()
     place[()] = ROOT
@@ -94,7 +108,7 @@ def static(slots: Slots, budget: Budget, ranks: Seq[Ranks]) -> Tree:
     return tree
 
 
-def drawn(slots: Slots, budget: Budget) -> Tree:
+def drawn(slots: Laws, budget: Budget) -> Tree:
     """A chain, each token drawn from its slot's law, which is left in the tree: what was drawn may not be chosen."""
     seq, path = slots.seq, list[int]()
     tree = Tree([seq.tokens[-1]])

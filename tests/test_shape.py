@@ -31,7 +31,7 @@ LAYERS = [
     {"verify", "policy", "costs", "calibration", "meter", "pool", "goodput"},
     {"models", "shelf"},
     {"heads"},
-    {"engine", "testing", "outlook", "growth", "slots", "headed", "layers", "slim", "bridge"},
+    {"engine", "testing", "outlook", "growth", "slots", "linked", "headed", "layers", "slim", "bridge"},
     {"methods", "registry", "trace"},
     {"api", "calibrate"},
     {"loading", "gguf", "rollout"},

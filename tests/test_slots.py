@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -16,10 +17,12 @@ import outpace
 from outpace import growth, headed, registry, slots
 from outpace.api import Model, Request
 from outpace.errors import Headless, UsageError
+from outpace.headed import Slotted
 from outpace.heads import store
 from outpace.heads.base import Head
 from outpace.heads.block import Block
 from outpace.heads.parallel import Parallel, Text
+from outpace.linked import LinkedLM
 from outpace.models.ends import Ends
 from outpace.models.fed import FedFast, fed
 from outpace.outlook import outlooks
@@ -32,6 +35,7 @@ from outpace.tree import Budget, Tree
 from tests.tiny_models import GROUPED, build
 
 KINDS = ["eagle3", "mtp", "medusa", "block"]
+LINKED = ["medusa-linked", "block-linked"]
 TOKENS = [3, 1, 4, 1, 5]
 WARM = {"temperature": 0.9, "seed": 3}
 
@@ -185,7 +189,9 @@ def target() -> Model:
 
 @cache
 def head_of(kind: str) -> Head:
-    return stirred(store.fresh(kind, target().lm))
+    """Of a kind, or of one whose slots are linked."""
+    name, _, linked = kind.partition("-")
+    return stirred(store.fresh(name, target().lm, **({"linked": 24} if linked else {})))
 
 
 def hidden_of(tokens: list[int], taps: tuple[int, ...]) -> Tensor:  # [1, tokens, taps * hidden]
@@ -264,11 +270,12 @@ class Heard:
         monkeypatch.setattr(growth.Growing, "_grow", added)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *LINKED])
 def test_drafting_says_what_unroll_says(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a ragged batch, whatever was accepted in between: the same logits as training would see at that place."""
     head, heard = head_of(kind), Heard(monkeypatch)
-    drafter = registry.method(kind, head=head, depth=2, width=1, nodes=2)
+    drafter = registry.method(head.kind, head=head, depth=2, width=1, nodes=2)
+    monkeypatch.setattr(LinkedLM, "guess", lambda *given: None)  # levels that nobody looks at are compared below
     target().generate([[1, 2, 3, 4, 5], [9] * 20, [7, 8]], method=drafter, max_tokens=10)
     assert {len(path) for _, path, _ in heard.said} == {0, 1} and len(heard.said) > 30
     for text, path, logits in heard.said:
@@ -276,9 +283,9 @@ def test_drafting_says_what_unroll_says(kind: str, monkeypatch: pytest.MonkeyPat
         tokens = torch.tensor([[*text, *guesses]])
         with torch.no_grad():
             guessed = head.unroll(tokens, hidden_of(tokens[0].tolist(), head.spec.taps), len(path) + 1)[len(path)]
-        column = len(text) - 2  # whose newest token is the last of the text
+            column = len(text) - 2  # whose newest token is the last of the text
+            wanted = head.spread(guessed.logits[0, column], logits.shape[-1])
         assert int(guessed.at[0, column]) == len(text) - 1 + len(path)
-        wanted = head.spread(guessed.logits[0, column], logits.shape[-1])
         torch.testing.assert_close(logits, wanted, atol=1e-4 * float(wanted.abs().max()), rtol=0)
 
 
@@ -322,13 +329,68 @@ def test_blocks_start_at_columns_that_are_drawn() -> None:
         torch.testing.assert_close(few.logits, wanted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *LINKED])
 def test_all_of_a_head_learns_and_nothing_of_the_target(kind: str) -> None:
-    head, text = stirred(store.fresh(kind, target().lm)), [1, 2, 3, 4, 5, 6]
+    head, text = copy.deepcopy(head_of(kind)), [1, 2, 3, 4, 5, 6]
     guessed = head.unroll(torch.tensor([text]), hidden_of(text, head.spec.taps), head.spec.steps)
     torch.stack([g.logits.square().mean() for g in guessed]).sum().backward()
     learning = {name for name, weight in head.named_parameters() if weight.grad is not None and weight.grad.any()}
     assert learning == set(head.own())
+
+
+def paths(tree: Tree) -> dict[tuple[int, ...], float]:
+    """Every node as the tokens on the way to it, and how likely its last token was."""
+    return {tuple(tree.tokens[n] for n in tree.path(node)): tree.signals[node].prob for node in range(1, len(tree))}
+
+
+@pytest.mark.parametrize("shape", [{"width": 3, "depth": 4, "nodes": 11}, {"width": 1, "depth": 3, "nodes": 3}])
+@pytest.mark.parametrize("kind", LINKED)
+def test_levels_that_nobody_looks_at(kind: str, shape: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees that grow without the host are those that are asked for level by level."""
+    head, grown, propose = head_of(kind), list[list[Tree]](), Slotted.propose_batch
+
+    def noted(self: Slotted, *given: Any) -> list[Tree]:
+        grown[-1].extend(trees := propose(self, *given))
+        return trees
+
+    monkeypatch.setattr(Slotted, "propose_batch", noted)
+    for quickly in (True, False):
+        grown.append([])
+        if not quickly:
+            monkeypatch.setattr(LinkedLM, "guess", lambda *given: None)
+        drafter = registry.method(head.kind, head=head, **shape)
+        target().lm.clear()
+        target().generate([[1, 2, 3, 4, 5], [9] * 20, [7, 8]], method=drafter, max_tokens=12)
+    assert len(grown[0]) == len(grown[1]) > 12 and max(map(len, grown[0])) == shape["nodes"] + 1
+    for ours, theirs in zip(*grown, strict=True):
+        assert paths(ours) == pytest.approx(paths(theirs), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", LINKED)
+def test_linked_slots_under_all_that_looks_at_guesses(kind: str) -> None:
+    """Sampled, drawn from a law of the head's own, by a static tree, under processors and a policy, in a batch."""
+    head, prompts = head_of(kind), [[1, 2, 3], [4] * 9]
+    static = {"template": "0+1+0-0+0-1+0-0-0"} if head.kind == "medusa" else {}
+    cases: list[dict[str, Any]] = [
+        WARM, {**WARM, "verifier": "residual"}, static, {**WARM, **static}, {**WARM, "top_k": 5},
+        {"banned": [[7]], "repetition_penalty": 1.3}, {"policy": "confidence"},
+    ]  # fmt: skip
+    for given in cases:
+        found = target().generate(prompts, method=head.kind, **{"head": head, "max_tokens": 16, **given})
+        assert all(c.error is None for c in found)
+        if given.get("verifier") != "residual":
+            settings = {name: value for name, value in given.items() if name not in ("template", "policy")}
+            plain = target().generate(prompts, method="plain", max_tokens=16, **settings)
+            assert [c.tokens for c in found] == [c.tokens for c in plain]
+
+
+def test_linked_static_trees_hold_the_ranks_of_their_template() -> None:
+    head, seen = head_of("medusa-linked"), list[Tree]()
+    drafter = registry.method("medusa", head=head, template="0+1+0-0+1-1")
+    for piece in target().stream([1, 2, 3, 4], method=drafter, max_tokens=8):
+        seen += [piece.step.tree] if piece.step is not None and len(piece.step.tree) > 1 else []
+    assert max(map(len, seen)) == 5  # near the end of an answer they are cut
+    assert all(list(tree.parents[1:]) == [0, 0, 1, 2][: len(tree) - 1] for tree in seen)
 
 
 def test_medusa_begins_as_the_target_itself() -> None:

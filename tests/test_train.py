@@ -231,17 +231,54 @@ def test_a_head_that_gets_layers_and_tokens_guesses_as_before(kind: str, tiny: M
     assert ends and all(p.grad is not None and p.grad.abs().sum() > 0 for p in ends)
 
 
-def test_what_a_head_that_is_there_cannot_become(tiny: Model) -> None:
-    with pytest.raises(UsageError, match="it can get more, not 1"):
-        store.grown(store.fresh("mtp", tiny.lm, layers=2), tiny.lm, 1, None)
+@pytest.mark.parametrize(
+    "kind, changes",
+    [("medusa", {"linked": 16, "taps": [1, 2], "steps": 5}), ("block", {"linked": 16}), ("mtp", {"taps": [0, 2]})],
+)
+def test_a_head_that_gets_links_and_states_guesses_as_before(
+    kind: str, changes: dict[str, Any], tiny: Model, folder: Path
+) -> None:
+    stack = tiny.lm.stack
+    changes = {**changes, **({"taps": [0, stack]} if "taps" in changes else {})}
+    small = store.fresh(kind, tiny.lm)
+    store.save(small, folder / "small", tiny.lm)
+    recipe = recipes.HeadRecipe(run_settings(kind, folder, start=str(folder / "small"), head=changes), tiny, [])
+    head, tokens = recipe.head, torch.tensor([[1, 2, 3, 4, 5]])
+    assert head.spec.linked == changes.get("linked", 0) and list(head.spec.taps) == changes.get(
+        "taps", list(small.spec.taps)
+    )
+    target = Target(tiny.lm)
+    before, now = (h.unroll(tokens, target.tell(tokens, h.spec.taps).hidden, 2) for h in (small, head))
+    for old, new in zip(before, now, strict=True):
+        torch.testing.assert_close(new.logits, old.logits, atol=1e-2, rtol=1e-2)  # saved in float16
+    recipe.loss(batch_of([[1, 2, 3, 4, 5, 6]]), 0, 1).loss.backward()
+    ends = [
+        p
+        for name, p in head.named_parameters()
+        if name.endswith(("leave.weight", "fuse_taps.fc.weight", "fuse.fc.weight"))
+    ]
+    assert ends and all(p.grad is not None and p.grad.abs().sum() > 0 for p in ends)
+
+
+def test_what_a_head_that_is_there_becomes(tiny: Model) -> None:
+    deep = store.fresh("mtp", tiny.lm, layers=2)
+    shallow = store.grown(deep, tiny.lm, None, layers=1)
+    assert shallow.spec.layers == 1 and set(shallow.own()) < set(deep.own())
+    assert torch.equal(
+        shallow.own()["model.layers.0.mlp.up_proj.weight"], deep.own()["model.layers.0.mlp.up_proj.weight"]
+    )
     with pytest.raises(UsageError, match="no layers to add"):
-        store.grown(store.fresh("medusa", tiny.lm), tiny.lm, 2, None)
+        store.grown(store.fresh("medusa", tiny.lm), tiny.lm, None, layers=2)
+    with pytest.raises(UsageError, match=r"trained without taps=\[0, 1\], and cannot go on with it: fc.weight"):
+        store.grown(store.fresh("block", tiny.lm), tiny.lm, None, taps=[0, 1])
+    with pytest.raises(UsageError, match="hidden states, from 0 to"):
+        store.fresh("mtp", tiny.lm, taps=[99])
     with pytest.raises(UsageError, match="output matrix of its own"):
-        store.grown(store.fresh("mtp", tiny.lm, own_output=True), tiny.lm, 1, torch.arange(4))
+        store.grown(store.fresh("mtp", tiny.lm, own_output=True), tiny.lm, torch.arange(4))
     own = store.fresh("mtp", tiny.lm, torch.arange(4), own_output=True)
     with pytest.raises(UsageError, match="output matrix of its own"):  # as many tokens, but others
-        store.grown(own, tiny.lm, 1, torch.arange(4, 8))
-    assert store.grown(own, tiny.lm, 2, torch.arange(4)).spec.layers == 2
+        store.grown(own, tiny.lm, torch.arange(4, 8))
+    assert store.grown(own, tiny.lm, torch.arange(4), layers=2).spec.layers == 2
 
 
 @pytest.mark.parametrize(

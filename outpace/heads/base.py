@@ -48,6 +48,7 @@ class Spec:
     entry_norm: str = ""  # eagle3: states are normalised "each" or "joined" before they enter; "": each if `normed`
     residual_norm: bool = False  # eagle3: what passes by the attention is normalised too
     parts: str = "llama"  # of what its layers are made: llama, qwen3, target
+    linked: int = 0  # medusa, block: width of the layer that tells a slot of those before it; 0: they do not know
     shape: dict[str, Any] = field(default_factory=dict)  # settings of its layers that are not the target's
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from outpace.heads.base import Guessed, Spec, embedding, evenly
+from outpace.heads.base import Guessed, Spec, evenly
 from outpace.heads.parallel import Parallel, Text
 from outpace.heads.recursive import shape
 from outpace.models.ends import Ends
@@ -95,7 +95,6 @@ class Block(Parallel):
         super().__init__(ends, spec, ids)
         config = shape(ends, spec)
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.embed = embedding(ends)
         self.mask = nn.Parameter(ends.embed.float().mean(0))
         self.fc, self.fc_norm = nn.Linear(len(spec.taps) * hidden, hidden, bias=False), LlamaRMSNorm(hidden, eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(spec.layers))  # type: ignore[assignment]
@@ -124,7 +123,13 @@ class Block(Parallel):
         masks = self.mask.expand(*tokens.shape, self.spec.steps, -1)
         return torch.cat([self.embed(tokens).unsqueeze(-2), masks], dim=-2)
 
-    def guess(self, texts: Seq[Text], slots: int) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
+        return super().logits(self.norm(states))
+
+    def pieces(self) -> list[nn.Module]:
+        return [*super().pieces(), *([self.link] if self.link is not None else [])]
+
+    def slots(self, texts: Seq[Text], count: int) -> Tensor:
         """Products are made for all texts together; each block attends by itself, to its own text where that lies: so
         texts of different lengths are neither padded nor copied."""
         contexts = self._read(texts)
@@ -144,7 +149,7 @@ class Block(Parallel):
                 return torch.cat(out, dim=-2)
 
             states = layer(states, turns, attend)
-        return self.logits(self.norm(states).unflatten(0, (-1, size))[:, 1 : 1 + slots])
+        return states.unflatten(0, (-1, size))[:, 1 : 1 + count]
 
     def _read(self, texts: Seq[Text]) -> list[Context]:
         """Add what is new of each text to its context."""
@@ -180,8 +185,8 @@ class Block(Parallel):
                 return _attend(queries, keys, values, mask)
 
             states = layer(states, near, attend)
-        slots = self.norm(states).unflatten(1, (-1, size))[:, :, 1 : 1 + steps].unbind(2)
-        return [Guessed(slot, columns + 1 + step, self.logits) for step, slot in enumerate(slots)]
+        slots = states.unflatten(1, (-1, size))[:, :, 1 : 1 + steps].unbind(2)
+        return self.guessed(tokens, columns, slots)
 
     def _columns(self, tokens: Tensor, asked: Tensor | None) -> Tensor:  # [batch, tokens] -> [batch, blocks]
         rows, count = tokens.shape[0], tokens.shape[1] - 1

@@ -1,4 +1,4 @@
-"""Medusa's network: for each token ahead, one small layer on the target's last state."""
+"""Medusa's network: for each token ahead, one small layer on the target's last state, or on that and others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.heads.base import Guessed, Spec
+from outpace.heads.joins import Fuse
 from outpace.heads.parallel import Parallel, Text
 from outpace.models.ends import Ends
 
@@ -28,31 +29,32 @@ class Shift(nn.Module):
 
 
 class Medusa(Parallel):
-    """Slot i is the last state, shifted by a layer of its own, before the target's output matrix or a common one."""
+    """Slot i is the state, shifted by a layer of its own, before the target's output matrix or a common one."""
 
     kind: ClassVar[str] = "medusa"
 
     def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
         super().__init__(ends, spec, ids)
         self.shifts = nn.ModuleList(Shift(ends.hidden, spec.rank) for _ in range(spec.steps))
+        self.fuse = Fuse(ends.hidden, len(spec.taps)) if len(spec.taps) > 1 else nn.Identity()
 
     @classmethod
     def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
         return {"taps": (stack,)}
 
     def pieces(self) -> list[nn.Module]:
-        return list(self.shifts)
+        return [*self.shifts, self.fuse, *([self.link] if self.link is not None else [])]
 
     @property
     def dtype(self) -> torch.dtype:
         return next(self.shifts.parameters()).dtype
 
-    def guess(self, texts: Seq[Text], slots: int) -> Tensor:
-        last = torch.stack([text.hidden[-1] for text in texts if text.hidden is not None])
-        return self.logits(torch.stack([shift(last) for shift in self.shifts[:slots]], dim=1))
+    def slots(self, texts: Seq[Text], count: int) -> Tensor:
+        last = self.fuse(torch.stack([text.hidden[-1] for text in texts if text.hidden is not None]))
+        return torch.stack([shift(last) for shift in self.shifts[:count]], dim=1)
 
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
         self.check(steps)
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        states = [shift(hidden.to(self.dtype)) for shift in self.shifts[:steps]]
-        return [Guessed(state, columns + 1 + step, self.logits) for step, state in enumerate(states)]
+        states = self.fuse(hidden.to(self.dtype))
+        return self.guessed(tokens, columns, [shift(states) for shift in self.shifts[:steps]])

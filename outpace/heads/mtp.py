@@ -1,6 +1,7 @@
 """MTP's network: one layer on the target's last state and the next token, asked again and again.
 
-The layer is a Llama's, or, for models that came with such a head, one like the target's own.
+The layer is a Llama's, or, for models that came with such a head, one like the target's own. A head may read further
+states of the target beside the last.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outpace.heads.base import Spec
+from outpace.heads.joins import Fuse
 from outpace.heads.recursive import Entrance, Recursive
 from outpace.models.ends import Ends
 
@@ -23,6 +25,10 @@ class MtpEntrance(Entrance):
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(hidden, eps), norm(hidden, eps)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList(self.parts.layer(config, i) for i in range(spec.layers))
+        self.fuse_taps = Fuse(hidden, len(spec.taps)) if len(spec.taps) > 1 else nn.Identity()
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        return self.fuse_taps(hidden)
 
     def enter(self, embeds: Tensor, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         both = [self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(states)]

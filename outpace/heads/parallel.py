@@ -1,6 +1,8 @@
-"""Parallel: heads that guess several tokens in one go, each without knowing which the others are.
+"""Parallel: heads that guess several tokens in one go, a slot each.
 
-Drafting hands them texts that go on between two passes; what a head keeps of a text lies with the text.
+Drafting hands them texts that go on between two passes; what a head keeps of a text lies with the text. By itself a
+slot does not know what the slots before it hold. A head that is `linked` has one small layer that tells it, asked once
+per guess (Hydra and Domino do so): all else is still done for all slots at once.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outpace.errors import UsageError
-from outpace.heads.base import Head, Spec
+from outpace.heads.base import Guessed, Head, Spec, embedding
+from outpace.heads.joins import Link
 from outpace.models.ends import Ends
 
 
@@ -27,19 +31,39 @@ class Text:
 
 
 class Parallel(Head):
-    """Base of such heads: outputs, and the slots' number."""
+    """Base of such heads: outputs, links, and the slots' number."""
 
     def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
         super().__init__()
         self.spec = spec
         self.equip(ends, ids)
+        self.embed = embedding(ends)
+        self.link = Link(ends.hidden, spec.linked) if spec.linked else None
 
     def logits(self, states: Tensor) -> Tensor:  # [..., hidden] -> [..., draft vocab]
         return self.output(states) if self.spec.own_output else self.unembed(states)
 
     @abstractmethod
-    def guess(self, texts: Seq[Text], slots: int) -> Tensor:
-        """The laws of so many tokens behind each text, if the head has so many."""  # [texts, slots, draft vocab]
+    def slots(self, texts: Seq[Text], count: int) -> Tensor:
+        """The states of so many slots behind each text, if the head has so many."""  # [texts, slots, hidden]
+
+    def guess(self, texts: Seq[Text], count: int) -> Tensor:
+        """The laws of so many slots, of a head that is not linked."""  # [texts, slots, draft vocab]
+        return self.logits(self.slots(texts, count))
+
+    def guessed(self, tokens: Tensor, columns: Tensor, slots: Seq[Tensor]) -> list[Guessed]:
+        """Of slots that were made at some columns of a training text, which knows what came before each of them.
+
+        [batch, tokens], [batch, columns], of each step [batch, columns, hidden].
+        """
+        found, before = [], torch.zeros_like(slots[0])
+        for step, slot in enumerate(slots):
+            at = columns + 1 + step
+            if self.link is not None:
+                told = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
+                slot = before = self.link(slot, before, self.embed(told))
+            found.append(Guessed(slot, at, self.logits))
+        return found
 
     def check(self, steps: int) -> None:
         if steps > self.spec.steps:

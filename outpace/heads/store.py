@@ -58,30 +58,37 @@ def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
             raise unknown(f"setting of a {kind} head", name, known)
     usual = {**cls.usual(lm.stack, given), "draft_vocab": 0 if ids is None else len(ids)}
     spec = Spec(kind, **{**usual, **given})
+    spec = dataclasses.replace(spec, taps=tuple(spec.taps))
+    if not all(isinstance(tap, int) and 0 <= tap <= lm.stack for tap in spec.taps) or not spec.taps:
+        raise UsageError(f"taps are numbers of hidden states, from 0 to {lm.stack}, got {list(spec.taps)}")
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         head: Head = cls(ends, spec, ids)
     return _placed(head, ends)
 
 
-def grown(head: Head, lm: LM, layers: int, ids: Tensor | None) -> Head:
-    """The same head for these tokens, with more layers behind its own, which at first pass on what they are given."""
-    spec = dataclasses.replace(head.spec, layers=layers, draft_vocab=0 if ids is None else len(ids))
-    if layers < head.spec.layers:
-        raise UsageError(f"the head has {head.spec.layers} layers: it can get more, not {layers}")
+def grown(head: Head, lm: LM, ids: Tensor | None, **given: Any) -> Head:
+    """The same head for these tokens, with other settings. What it gets is new, and at first changes nothing; of layers
+    that are too many the first ones stay."""
     same = ids is head.ids or (ids is not None and head.ids is not None and torch.equal(ids, head.ids))
-    if spec.own_output and not same:
+    if head.spec.own_output and not same:
         raise UsageError("the head has an output matrix of its own, for the tokens that it guesses now")
-    given = dataclasses.asdict(spec)
-    larger = fresh(given.pop("kind"), lm, ids, **given)
-    old = {name: tensor for name, tensor in head.own().items() if name != "ids"}
-    if layers > head.spec.layers and set(larger.own()) - {"ids"} == set(old):
-        raise UsageError(f"a {spec.kind} head has no layers to add to")
+    settings = dataclasses.asdict(head.spec) | given | {"draft_vocab": 0 if ids is None else len(ids)}
+    larger = fresh(settings.pop("kind"), lm, ids, **settings)
+    due, old = larger.own(), {name: tensor for name, tensor in head.own().items() if name != "ids"}
+    if given.get("layers", head.spec.layers) != head.spec.layers and set(due) - {"ids"} == set(old):
+        raise UsageError(f"a {head.kind} head has no layers to add to")
+    for name, tensor in old.items():
+        if name in due and due[name].shape != tensor.shape:
+            changed = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise UsageError(
+                f"the head was trained without {changed}, and cannot go on with it: {name} has another size"
+            )
     with torch.no_grad():
         for name, parameter in larger.named_parameters():
             if name not in old and name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
-    larger.load_state_dict(old, strict=False)
+    larger.load_state_dict({name: tensor for name, tensor in old.items() if name in due}, strict=False)
     return larger
 
 

@@ -105,16 +105,13 @@ class HeadRecipe:
         ids = None
         if given.draft_vocab and given.draft_vocab != self.lm.vocab:
             ids = frequent(records, given.draft_vocab, self.lm.vocab).to(self.target.device)
+        sizes = {name: size for name, size in (("steps", given.ahead), ("layers", given.layers)) if size}
         if given.start:
-            if given.head:
-                raise UsageError("the head in --start has its settings")
             head = store.load(Path(given.start), self.lm)
             if head.spec.kind != kind:
                 raise UsageError(f"the head in {given.start} is of the kind {head.spec.kind!r}, not {kind!r}")
-            if not given.layers and not given.draft_vocab:
-                return head
-            return store.grown(head, self.lm, given.layers or head.spec.layers, ids if given.draft_vocab else head.ids)
-        sizes = {name: size for name, size in (("steps", given.ahead), ("layers", given.layers)) if size}
+            changed = given.head | {"layers": given.layers or head.spec.layers}
+            return store.grown(head, self.lm, ids if given.draft_vocab else head.ids, **changed)
         head = store.fresh(kind, self.lm, ids, **sizes, **given.head)
         if head.like_target and given.inherit:
             _inherit(head, self.target)

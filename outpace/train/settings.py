@@ -58,10 +58,10 @@ class Settings:
     draft_vocab: int = of(0, "Guess only the so many most frequent tokens of the answers; 0: all.", *HEADS)
     layers: int = of(0, "Layers of the head; 0: as many as its kind has.", *HEADS)
     start: str = of(
-        "", "Go on from the head in this folder, if asked to with more layers or other tokens to guess.", *HEADS
+        "", "Go on from the head in this folder, if asked to with other layers, tokens to guess or settings.", *HEADS
     )
     inherit: bool = of(True, "Start from the target's last layers, where names and shapes match.", "mtp")
-    head: dict[str, Any] = of(dict, "Another setting of a new head, as name=value: normed=true, ...", *HEADS)  # noqa: RUF009
+    head: dict[str, Any] = of(dict, "Another setting of the head, as name=value: normed=true, linked=768, ...", *HEADS)  # noqa: RUF009
 
     dropout: float = of(0.1, "How often a text skips the last layer; earlier ones are skipped less.", "layerskip")
     ramp: bool = of(False, "Let layers be skipped more and more: for a model that is trained anew.", "layerskip")
