@@ -6,10 +6,14 @@ from collections.abc import Iterator, Sequence as Seq
 from typing import Any
 
 import pytest
+import torch
 
+from outpace import registry
 from outpace.api import Model
 from outpace.errors import CacheFull
 from outpace.growth import Growing
+from outpace.heads import store
+from outpace.linked import LinkedLM
 from outpace.models.base import Guess, Job, Output, Shape
 from outpace.models.branch import Branches
 from outpace.models.fast import FastLM
@@ -72,6 +76,28 @@ def test_trees_are_those_that_are_grown_level_by_level(
         assert mine.keys() == due.keys()
         for path, chance in due.items():
             assert mine[path] == pytest.approx(chance, rel=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["medusa", "block"])
+def test_trees_of_linked_slots(kind: str, device: str, grown: list[Tree], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches of several sizes, which on a GPU are captured."""
+    target = fast("llama", device)
+    head, generator = store.fresh(kind, target.lm, torch.arange(0, 90, 2), linked=24), torch.Generator().manual_seed(7)
+    with torch.no_grad():  # links begin with zeros
+        for weight in (p for p in head.parameters() if p.requires_grad):
+            weight += (0.2 * torch.randn(weight.shape, generator=generator)).to(weight)
+    given: dict[str, Any] = {"method": registry.method(kind, head=head, width=3, depth=4, nodes=10), "max_tokens": 20}
+    answers = [target.generate(PROMPTS, **given), [target.generate(PROMPTS[0], **given)]]
+    quickly = list(grown)
+    grown.clear()
+    target.lm.clear()
+    monkeypatch.setattr(LinkedLM, "guess", lambda *given: None)
+    again = [target.generate(PROMPTS, **given), [target.generate(PROMPTS[0], **given)]]
+    assert [[c.tokens for c in batch] for batch in again] == [[c.tokens for c in batch] for batch in answers]
+    assert len(grown) == len(quickly) > 10
+    for ours, theirs in zip(quickly, grown, strict=True):
+        assert paths(ours) == pytest.approx(paths(theirs), rel=1e-3)
 
 
 def test_what_a_tree_was_fed_is_kept_where_it_turns_out_right() -> None:
