@@ -24,7 +24,7 @@ POOL = 128  # guesses that all requests of a pass may propose together
 LEAST_NODES = 8  # of one of them
 SHADOWS = 4  # proposals of a request that wait for their judgement
 IDLE = 0.005  # share of a pass that asking may cost while nothing is worth verifying
-LONGEST_REST = 32  # passes
+LONGEST_REST = 128  # passes
 PROBING = 0.01  # share of all time that asking a draft model may cost while it does not pay
 FIRST_WAIT = 16  # tokens until a draft model that did not pay is asked again; twice as many each time
 PROBE = 2  # levels
@@ -81,11 +81,16 @@ class Goodput(Policy):
     # Before drafting
 
     def budget(self, seq: Sequence) -> Budget:
+        if self.costs is None:
+            return super().budget(seq)
+        state, source = seq.memory(self, State), seq.drafter.model_source
+        if state.rest > 0 and source is None:
+            state.rest -= 1
+            return OFF
         base = super().budget(seq)
-        if self.costs is None or not base.depth:
+        if not base.depth:
             return base
-        state = seq.memory(self, State)
-        nodes, source = max(LEAST_NODES, POOL // self._rows), seq.drafter.model_source
+        nodes = max(LEAST_NODES, POOL // self._rows)
         if source is not None:
             depth = max(base.depth, LEVELS) if self.depth is None else base.depth
             levels = self._levels(seq, state, source, depth)
@@ -150,20 +155,26 @@ class Goodput(Policy):
         self._rows, meter = rows, self._meter
         meter.read()
         context = sum(len(seq.tokens) for seq in seqs) // len(seqs)
-        if budgets.count(OFF) == len(seqs):
-            meter.start(Watch(seqs[0], 0, 0, rows if len(seqs) == rows else 0), rows, context)
-            for tree in trees:
+        found, whole = list(trees), len(seqs) == rows  # else there is more in the pass than is planned here
+        plans: dict[int, Plan] = {}
+        for i, (tree, budget) in enumerate(zip(trees, budgets, strict=True)):
+            if budget.depth and budget.nodes:
+                plans[i] = self._plan(seqs[i], tree, budget)
+            else:
                 tree.decision = RESTING
-            return list(trees)
-        plans = [self._plan(*given) for given in zip(seqs, trees, budgets, strict=True)]
-        asked, levels = sum(plan.asked for plan in plans), max(plan.levels for plan in plans)
+        if not plans:
+            meter.start(Watch(seqs[0], 0, 0, rows * whole), rows, context)
+            return found
+        asked, levels = list(plans.values()), max(plan.levels for plan in plans.values())
         # Rows of a batch end at different times, so what some of them gain shortens the whole by less.
         offer = Pass(rows, meter.prices(rows, context), self.margin * min(rows, 4))
-        speedup = self._decide(offer, plans, asked * meter.asking.get(0.0), levels) if asked else 1.0
-        tokens, known = sum(len(plan.kept) for plan in plans), not any(plan.fresh for plan in plans)
-        alone = known and len(plans) == rows  # else there is more in the pass than was planned here
-        meter.start(Watch(seqs[0], asked * known, levels * known, tokens * alone), rows, context)
-        return [plan.verified(speedup) for plan in plans]
+        speedup = self._decide(offer, asked, len(asked) * meter.asking.get(0.0), levels)
+        tokens = len(seqs) + sum(len(plan.kept) - 1 for plan in asked)
+        known = not any(plan.fresh for plan in asked)
+        meter.start(Watch(seqs[0], len(asked) * known, levels * known, tokens * known * whole), rows, context)
+        for i, plan in plans.items():
+            found[i] = plan.verified(speedup)
+        return found
 
     def _decide(self, offer: Pass, plans: list[Plan], asking: float, levels: int) -> float:
         """Choose what is kept, and what this says about asking again; gives the expected speed-up."""
@@ -211,8 +222,6 @@ class Goodput(Policy):
         longest = min(LONGEST_REST, int(offer.rows * asking / (IDLE * plain)))
         for plan in plans:
             state = plan.seq.memory(self, State)
-            if not plan.asked:
-                continue
             saved = (plan.expected - 1) * plain / offer.rows - (len(plan.kept) - 1) * extra
             if state.worth is None:
                 state.worth = self._worth if self._worth is not None else 2 * asking
@@ -220,13 +229,14 @@ class Goodput(Policy):
             self._worth = state.worth if self._worth is None else self._worth + FOLLOW_ALL * (saved - self._worth)
             state.alone += FOLLOW * (alone - state.alone)
             pays = max(saved, state.worth) > asking
-            state.pause = 0 if pays else min(longest, 2 * state.pause + 1)
+            # A batch sees as many guesses in one pass as a request alone in many, so it rests longer at once.
+            state.pause = 0 if pays else min(longest, 2 * state.pause + max(1, offer.rows // 8))
             state.rest = state.pause
 
     def observe(self, seq: Sequence, step: Step) -> None:
         if self.costs is not None:
             state = seq.memory(self, State)
-            for token in step.tokens:
+            for token in step.tokens if state.proposals else ():
                 state.judge(token, self._calibrator, seq.drafter.model_source)
 
 

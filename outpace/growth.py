@@ -72,7 +72,7 @@ class Held(NamedTuple):
 class Growing(Shaped):
     """A drafter that asks a model: a subclass says which one, and brings the options of a tree."""
 
-    model_source = ""  # all of its nodes, which have no other name than the drafter's
+    model_source: str | None = ""  # all of its nodes, which have no other name than the drafter's
     unsettled: ClassVar[int] = 1  # tokens at the end of the text that the next pass may see changed
 
     def lm(self, seq: Sequence) -> LM:

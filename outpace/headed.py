@@ -87,7 +87,7 @@ class Slotted(Growing):
     """A drafter whose head guesses several tokens in one go: a subclass brings `head` and the options of a tree."""
 
     kind: ClassVar[str]  # of its head
-    model_source = None  # one pass of the head is all; what a level of a tree costs beside it is small
+    model_source: str | None = None  # one pass of the head is all; what a level of a tree costs beside it is small
     head: str | Parallel | None
     ranks: Seq[slots.Ranks] = ()  # of a static tree, if it is to be one
 

@@ -37,10 +37,6 @@ class Plan:
     probing: bool = False  # a draft model is tried that did not pay
 
     @property
-    def asked(self) -> bool:
-        return self.budget.depth > 0 and self.budget.nodes > 0
-
-    @property
     def expected(self) -> float:
         """Tokens that it will commit."""
         return sum(self.reach[node] for node in self.kept)
@@ -50,8 +46,6 @@ class Plan:
         drafted, kept = len(self.tree) - 1, len(self.kept) - 1
         if self.probing:
             reason = "probing: does the draft model pay by now?"
-        elif not self.asked:
-            reason = RESTING.reason
         elif not drafted:
             reason = "nobody had a guess"
         else:
