@@ -6,7 +6,7 @@ layer and the output: it takes its slot, by its depth, and what its parent's slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,7 @@ from outpace.heads.parallel import Parallel
 from outpace.models.base import Guess, Job, Output, Reference, Shape
 from outpace.models.branch import SLOTS
 from outpace.models.cacheless import CachelessLM
-from outpace.models.capture import capture
-from outpace.models.levels import STATE, Fed, Levels
+from outpace.models.levels import STATE, Fed, Levels, Trees
 from outpace.outlook import Outlook, fitted, outlooks
 from outpace.sample import Pick
 from outpace.sequence import Sequence
@@ -27,11 +26,10 @@ ENDLESS = 1 << 62  # a text may be as long as it likes: its slots are all that i
 
 
 class Program(NamedTuple):
-    """A level of trees, to be called again and again."""
+    """How trees of so many rows and of one width grow."""
 
-    levels: Levels
+    trees: Trees
     slots: Tensor  # [slots, rows, hidden]
-    advance: Callable[[], object]
 
 
 class LinkedLM(CachelessLM):
@@ -88,17 +86,15 @@ class LinkedLM(CachelessLM):
     @torch.no_grad()
     def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         """Where nothing is sampled: all levels without a look at one."""
-        width, depth = shapes[0].width, max(shape.depth for shape in shapes)
+        width = shapes[0].width
         if any(pick.temperature for pick in picks) or width > self.vocab:
             return None
-        levels, slots, advance = self._program(len(rows), width)
+        trees, slots = self._program(len(rows), width)
         placed = torch.stack([self._slots[row] for row in rows], dim=1)  # [slots, rows, hidden]
         slots[: len(placed), : len(rows)] = placed
         left = self._told(placed[0], torch.zeros_like(placed[0]), torch.tensor(tokens, device=self.device))
-        levels.open(self._laws(left), left)
-        for _ in range(depth - 1):
-            advance()
-        return [read.guesses(shape) for read, shape in zip(levels.read(shapes), shapes, strict=True)]
+        found = trees.grow(self._laws(left), left, shapes)
+        return [grown.guesses(shape) for grown, shape in zip(found, shapes, strict=True)]
 
     def _program(self, rows: int, width: int) -> Program:
         rows = rows if self._memory is None else next(n for n in SLOTS if n >= rows)
@@ -114,8 +110,7 @@ class LinkedLM(CachelessLM):
                 left = self._told(own, levels.entering.flatten(0, 1), levels.tokens.flatten())
                 levels.advance(self._laws(left), left)
 
-            quick = advance if self._memory is None else capture(advance, self._memory)
-            self._programs[rows, width] = Program(levels, slots, quick)
+            self._programs[rows, width] = Program(Trees(levels, advance, self._memory), slots)
         return self._programs[rows, width]
 
     def _told(self, slots: Tensor, before: Tensor, tokens: Tensor) -> Tensor:  # [nodes, hidden] twice, [nodes]

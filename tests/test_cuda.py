@@ -9,6 +9,8 @@ import torch
 
 import outpace
 from outpace.api import Model
+from outpace.errors import UnsupportedModel
+from outpace.slim import Layered
 from tests.conftest import LOSSLESS as METHODS, settings_of
 from tests.tiny_models import MODELS
 
@@ -40,7 +42,11 @@ def test_gpu_equals_cpu(name: str, setting: str, pair: tuple[Model, Model]) -> N
     given = {"max_tokens": 24, **SETTINGS[setting]}
     draft = gpu.lm.slice([0, 1]) if gpu.lm.trees else gpu.lm  # type: ignore[attr-defined]
     want = [c.tokens for c in cpu.generate(PROMPTS, method="plain", **given)]
-    found = gpu.generate(PROMPTS, **settings_of(name, draft), **given)
+    try:
+        found = gpu.generate(PROMPTS, **settings_of(name, draft), **given)
+    except UnsupportedModel:  # the only reason for which a method may refuse a model
+        assert not isinstance(gpu.lm, Layered)
+        return
     assert [c.tokens for c in found] == want
 
 

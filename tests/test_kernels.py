@@ -366,7 +366,7 @@ def test_operators_are_captured() -> None:
 
 
 def test_benchmark_reads_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(__file__).parents[1] / "benchmarks" / "kernels.py"
+    path = Path(__file__).parents[1] / "benchmarks" / "kernel_times.py"
     module = SimpleNamespace(**runpy.run_path(str(path)))
     options = module.parse(["--quick", "--seconds", "5", "--only", "linear"])
     assert (options.quick, options.seconds, options.only) == (True, 5, "linear")

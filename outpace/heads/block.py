@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
@@ -21,6 +22,8 @@ from outpace.models.ends import Ends
 
 LAYERS, STEPS = 3, 7  # of a head, unless told otherwise
 ANCHORS = 128  # places of a training text at which a block starts
+# Ways to attend that plan nothing for a shape: a text is longer in every pass, and cuDNN would plan anew each time.
+UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 Attend = Callable[[Tensor, Tensor], Tensor]  # queries, the block's own sides -> [..., heads, tokens, dim]
 
 
@@ -148,7 +151,8 @@ class Block(Parallel):
                     out.append(_attend(q[None], keys[None], values[None], None)[0])
                 return torch.cat(out, dim=-2)
 
-            states = layer(states, turns, attend)
+            with sdpa_kernel(UNPLANNED):
+                states = layer(states, turns, attend)
         return states.unflatten(0, (-1, size))[:, 1 : 1 + count]
 
     def _read(self, texts: Seq[Text]) -> list[Context]:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from outpace.models import lane
-from outpace.models.capture import capture
 from outpace.models.chosen import Guess, Shape
 from outpace.models.job import Job
-from outpace.models.levels import STATE, Fed, Levels
+from outpace.models.levels import STATE, Fed, Levels, Trees
 from outpace.models.pool import SCRAP
 from outpace.models.taps import recording
 from outpace.tree import Tree
@@ -46,11 +45,10 @@ class Place(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A level, to be called again and again."""
+    """How trees of so many rows and of one width grow."""
 
-    levels: Levels
+    trees: Trees
     place: Place
-    advance: Callable[[], object]
 
 
 class Branches:
@@ -85,17 +83,14 @@ class Branches:
     @torch.no_grad()
     def grow(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape]) -> list[list[Guess]]:
         """The likeliest `nodes` guesses behind each row and its token, parents first; all of one width."""
-        lm, width, depth = self.lm, shapes[0].width, max(shape.depth for shape in shapes)
+        lm, width = self.lm, shapes[0].width
         scores = lm.score([Tree([token]) for token in tokens], rows)  # with what the rows have pending
-        levels, place, advance = self._program(self._slots(len(rows)), width)
+        trees, place = self._program(self._slots(len(rows)), width)
         where = [(lm.cache.base(row), len(lm.rows[row].tokens) + 1, 1) for row in rows]
-        where += [(0, 0, 0)] * (levels.rows - len(rows))
+        where += [(0, 0, 0)] * (trees.levels.rows - len(rows))
         place.rows.copy_(torch.tensor(where).T)
         place.bits.copy_(place.own[0].expand_as(place.bits))
-        levels.open(torch.cat([score.logits for score in scores]), self._left(rows))
-        for _ in range(depth - 1):
-            advance()
-        found = levels.read(shapes)
+        found = trees.grow(torch.cat([score.logits for score in scores]), self._left(rows), shapes)
         for row, token, read in zip(rows, tokens, found, strict=True):
             held = lm.rows[row]
             held.tree = Tree([token]) if lm.feeds else read.fed_behind(token)  # states that were fed back are no text's
@@ -119,9 +114,7 @@ class Branches:
             fed = Fed(hidden, lm.model.dtype) if lm.feeds else None
             levels = Levels.empty(lane.LONGEST // width + 1, slots, width, lm.device, fed)
             place = Place.empty(levels)
-            advance = self._level(levels, place)
-            quick = advance if lm.graph_memory is None else capture(advance, lm.graph_memory)
-            self._programs[slots, width] = Program(levels, place, quick)
+            self._programs[slots, width] = Program(Trees(levels, self._level(levels, place), lm.graph_memory), place)
         return self._programs[slots, width]
 
     def _level(self, levels: Levels, place: Place) -> Callable[[], None]:

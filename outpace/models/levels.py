@@ -1,18 +1,19 @@
 """Levels: a tree of guesses that grows on the device, a level at a time, and is read by the host once.
 
 At each level a draft says what could follow the nodes that it was fed. The likeliest of all those, by the chance of
-their whole path, are the nodes that it is fed next. Nothing of it asks the host, so a level can be a captured graph.
+their whole path, are the nodes that it is fed next. Nothing of it asks the host, so all of it is captured on a GPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from collections.abc import Callable, Sequence as Seq
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from outpace.models.capture import capture
 from outpace.models.chosen import Guess, Shape
 from outpace.tree import Tree
 
@@ -58,17 +59,18 @@ class Levels(NamedTuple):
         return self.tokens.shape[1]
 
     def open(self, logits: Tensor, left: Tensor | None) -> None:
-        """From the laws behind the roots, of the first rows, and what the model left there: the first level."""
-        rows, width = len(logits), self.width  # [rows, vocab], [rows, hidden]
+        """From the laws behind the roots, and what the model left there, to the first level."""
+        width, device = self.width, logits.device  # [rows, vocab], [rows, hidden]
         self.level.zero_()
-        values, likeliest = logits.float().topk(width)
-        reach = values - logits.float().logsumexp(-1, keepdim=True)
-        self.tokens[:rows], self.reach[:rows] = likeliest, reach
+        values, likeliest = logits.topk(width)
+        reach = values - logits.logsumexp(-1, keepdim=True)
+        self.tokens.copy_(likeliest)
+        self.reach.copy_(reach)
         self.reached[0].fill_(-torch.inf)  # one node has fewer candidates than so many
-        self.listed[0, :rows, :width], self.reached[0, :rows, :width] = likeliest, reach
-        self.fed[0].copy_(torch.arange(width).expand(self.rows, -1))
+        self.listed[0, :, :width], self.reached[0, :, :width] = likeliest, reach
+        self.fed[0].copy_(torch.arange(width, device=device).expand(self.rows, -1))
         if self.entering is not None and left is not None:
-            self.entering[:rows] = left[:, None]
+            self.entering.copy_(left[:, None].expand_as(self.entering))
 
     def advance(self, logits: Tensor, left: Tensor | None) -> Tensor:
         """From the nodes of a level, whose laws these are, to the next; returns which of them each follows."""
@@ -89,24 +91,50 @@ class Levels(NamedTuple):
             self.entering.copy_(states.gather(1, parents[..., None].expand_as(states)))
         return parents
 
-    def read(self, shapes: Seq[Shape]) -> list[Grown]:
-        """All rows in one look."""
-        rows, width, depth = len(shapes), self.width, max(shape.depth for shape in shapes)
-        for row, shape in enumerate(shapes):
-            self.reached[shape.depth : depth, row].fill_(-torch.inf)  # deeper than this row may go
-        reached = self.reached[:depth, :rows].transpose(0, 1).flatten(1)  # [rows, levels * width * width]
-        best = reached.topk(min(max(shape.nodes for shape in shapes), reached.shape[1]))
-        tokens = self.listed[:depth, :rows].transpose(0, 1).flatten(1).gather(1, best.indices)
-        fed = self.fed[:depth, :rows]
-        words = self.listed[:depth, :rows].gather(2, fed)
+    def numbers(self, depth: int, count: int, deepest: Tensor) -> Tensor:
+        """The `count` likeliest candidates of each row, no deeper than it may go, and which nodes were fed."""
+        # deepest: [rows]; of each row: places, tokens and reach of the candidates, then by level what was fed
+        late = torch.arange(depth, device=deepest.device)[:, None] >= deepest  # [levels, rows]
+        reached = self.reached[:depth].masked_fill(late[..., None], -torch.inf)
+        best = reached.transpose(0, 1).flatten(1).topk(count)
+        tokens = self.listed[:depth].transpose(0, 1).flatten(1).gather(1, best.indices)
+        fed = self.fed[:depth]
+        words = self.listed[:depth].gather(2, fed)
         sides = [fed.transpose(0, 1).flatten(1), words.transpose(0, 1).flatten(1)]
-        numbers = torch.cat([t.double() for t in (best.indices, tokens, best.values, *sides)], dim=1).tolist()
-        count, found = best.indices.shape[1], []
-        for row in numbers:
-            picked, guessed, reach = (row[i * count : (i + 1) * count] for i in range(3))
-            rest = [[int(n) for n in row[at : at + width]] for at in range(3 * count, len(row), width)]
-            found.append(Grown([int(n) for n in picked], [int(n) for n in guessed], reach, rest[:depth], rest[depth:]))
-        return found
+        return torch.cat([t.double() for t in (best.indices, tokens, best.values, *sides)], dim=1)
+
+
+class Trees:
+    """Levels, and how they grow: by functions that are captured once, if there is memory for graphs."""
+
+    def __init__(self, levels: Levels, advance: Callable[[], None], memory: Any):
+        self.levels, self._memory = levels, memory
+        self._advance = self._replayed(advance)
+        self._begin: Callable[[], Any] | None = None
+        self._ends: dict[tuple[int, int], Callable[[], Any]] = {}
+        self._deepest = torch.zeros(levels.rows, dtype=torch.int64, device=levels.tokens.device)
+
+    def _replayed(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        return function if self._memory is None else capture(function, self._memory)
+
+    def grow(self, logits: Tensor, left: Tensor | None, shapes: Seq[Shape]) -> list[Grown]:
+        """Trees behind roots with these laws; the host waits once, at the end."""  # [rows, vocab], [rows, hidden]
+        rows, width, depth = len(shapes), self.levels.width, max(shape.depth for shape in shapes)
+        count = min(max(shape.nodes for shape in shapes), depth * width**2)
+        if self._begin is None:
+            self._law = torch.zeros(self.levels.rows, logits.shape[1], device=logits.device)
+            self._left = None if left is None else left.new_zeros(self.levels.rows, left.shape[1])
+            self._begin = self._replayed(lambda: self.levels.open(self._law, self._left))
+        if (depth, count) not in self._ends:
+            self._ends[depth, count] = self._replayed(lambda: self.levels.numbers(depth, count, self._deepest))
+        self._law[:rows] = logits
+        if self._left is not None and left is not None:
+            self._left[:rows] = left
+        self._deepest[:rows] = torch.tensor([shape.depth for shape in shapes])
+        self._begin()
+        for _ in range(depth - 1):
+            self._advance()
+        return [Grown.of(row, count, depth, width) for row in self._ends[depth, count]()[:rows].tolist()]
 
 
 class Grown(NamedTuple):
@@ -117,6 +145,13 @@ class Grown(NamedTuple):
     reach: list[float]
     fed: list[list[int]]  # [levels]: which candidates of the level became its nodes
     words: list[list[int]]  # [levels]: their tokens
+
+    @classmethod
+    def of(cls, numbers: list[float], count: int, depth: int, width: int) -> Grown:
+        """From what `Levels.numbers` says of a row."""
+        picked, tokens, reach = (numbers[i * count : (i + 1) * count] for i in range(3))
+        rest = [[int(n) for n in numbers[at : at + width]] for at in range(3 * count, len(numbers), width)]
+        return cls([int(n) for n in picked], [int(n) for n in tokens], reach, rest[:depth], rest[depth:])
 
     def guesses(self, shape: Shape) -> list[Guess]:
         size, place, found = shape.width**2, dict[int, int](), list[Guess]()

@@ -1,6 +1,6 @@
 """How near the kernels come to the speed of memory, over a grid of tile sizes; names the best.
 
-    python benchmarks/kernels.py --quick
+    python benchmarks/kernel_times.py --quick
 
 Times are of CUDA graphs of several launches over different copies of the data, so that neither launches nor the L2
 cache count. GB/s are of the bytes that must be read at least, and % of a plain copy's bytes per second, read and
