@@ -41,6 +41,7 @@ class LinkedLM(CachelessLM):
         super().__init__()
         self.head, self.vocab = head, vocab
         self.device = head.embed.weight.device
+        self.choices = vocab if head.ids is None else len(head.ids)
         self._slots: dict[int, Tensor] = {}  # row -> [slots, hidden]
         self._programs: dict[tuple[int, int], Program] = {}
         self._memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -87,20 +88,20 @@ class LinkedLM(CachelessLM):
     def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         """Where nothing is sampled: all levels without a look at one."""
         width = shapes[0].width
-        if any(pick.temperature for pick in picks) or width > self.vocab:
+        if any(pick.temperature for pick in picks) or width > self.choices:
             return None
         trees, slots = self._program(len(rows), width)
         placed = torch.stack([self._slots[row] for row in rows], dim=1)  # [slots, rows, hidden]
         slots[: len(placed), : len(rows)] = placed
         left = self._told(placed[0], torch.zeros_like(placed[0]), torch.tensor(tokens, device=self.device))
-        found = trees.grow(self._laws(left), left, shapes)
+        found = trees.grow(self.head.logits(left), left, shapes)
         return [grown.guesses(shape) for grown, shape in zip(found, shapes, strict=True)]
 
     def _program(self, rows: int, width: int) -> Program:
         rows = rows if self._memory is None else next(n for n in SLOTS if n >= rows)
         if (rows, width) not in self._programs:
             steps, embed = self.head.spec.steps, self.head.embed.weight
-            levels = Levels.empty(steps, rows, width, self.device, Fed(embed.shape[1], embed.dtype))
+            levels = Levels.empty(steps, rows, width, self.head.ids, Fed(self.device, embed.shape[1], embed.dtype))
             slots = torch.zeros(steps, rows, embed.shape[1], dtype=embed.dtype, device=self.device)
 
             def advance() -> None:
@@ -108,7 +109,7 @@ class LinkedLM(CachelessLM):
                 own = slots.index_select(0, (levels.level + 1).clamp(max=steps - 1))[0]  # [rows, hidden]
                 own = own[:, None].expand_as(levels.entering).flatten(0, 1)
                 left = self._told(own, levels.entering.flatten(0, 1), levels.tokens.flatten())
-                levels.advance(self._laws(left), left)
+                levels.advance(self.head.logits(left), left)
 
             self._programs[rows, width] = Program(Trees(levels, advance, self._memory), slots)
         return self._programs[rows, width]

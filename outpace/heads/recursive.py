@@ -120,14 +120,15 @@ class Recursive(Head, PreTrainedModel):
 
     def forward(
         self, input_ids: Tensor, features: Tensor | None = None, position_ids: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0, **given: Any,
+        logits_to_keep: int | Tensor = 0, narrow: bool = False, **given: Any,
     ) -> CausalLMOutput:  # fmt: skip
+        """`narrow`: logits of the tokens that it knows, not of all."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         out = self.model(input_ids, features, position_ids, **given)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.get_output_embeddings()(out.hidden_states[0][:, kept])
-        return CausalLMOutput(logits=self.spread(logits, self.config.vocab_size))
+        return CausalLMOutput(logits=logits if narrow else self.spread(logits, self.config.vocab_size))
 
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
         guessed: list[Guessed] = []

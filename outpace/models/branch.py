@@ -61,10 +61,10 @@ class Branches:
 
     def fit(self, shapes: Seq[Shape]) -> bool:
         """Whether trees of these shapes can be grown, a row each."""
-        lm, width = self.lm, shapes[0].width
+        lm, width, ids = self.lm, shapes[0].width, getattr(self.lm.model, "ids", None)
         entries = 1 + (max(shape.depth for shape in shapes) - 1) * width  # the last level is not fed
         return (
-            1 < width <= min(lm.vocab, SCRAP)
+            1 < width <= min(lm.vocab if ids is None else len(ids), SCRAP)
             and len(shapes) <= lane.MOST_JOBS
             and self._slots(len(shapes)) * width <= lm.most_tokens
             and entries <= lane.LONGEST
@@ -110,9 +110,9 @@ class Branches:
             self._generation = self.lm.cache.generation
         if (slots, width) not in self._programs:
             lm = self.lm
-            hidden = lm.quick.config.get_text_config().hidden_size
-            fed = Fed(hidden, lm.model.dtype) if lm.feeds else None
-            levels = Levels.empty(lane.LONGEST // width + 1, slots, width, lm.device, fed)
+            hidden = lm.quick.config.get_text_config().hidden_size if lm.feeds else 0
+            fed = Fed(lm.device, hidden, lm.model.dtype)
+            levels = Levels.empty(lane.LONGEST // width + 1, slots, width, getattr(lm.model, "ids", None), fed)
             place = Place.empty(levels)
             self._programs[slots, width] = Program(Trees(levels, self._level(levels, place), lm.graph_memory), place)
         return self._programs[slots, width]
@@ -131,6 +131,8 @@ class Branches:
             given = dict(position_ids=positions[None], past_key_values=self.lm.cache, use_cache=True, reach=lanes)
             if levels.entering is not None:
                 given["features"] = levels.entering.flatten(0, 1)[None]
+            if levels.ids is not None:
+                given["narrow"] = True  # of the tokens that it knows: the others take most of the time
             with recording(self.lm.quick, STATE if levels.entering is not None else ()) as recorded:
                 logits = self.lm.quick(input_ids=levels.tokens.flatten()[None], **given).logits[0]
             parents = levels.advance(logits, recorded[-1] if recorded else None)

@@ -21,10 +21,11 @@ STATE = (-1,)  # the tap of what a model feeds back to itself
 
 
 class Fed(NamedTuple):
-    """What a draft feeds back to itself with each node: states of the hidden size, in its precision."""
+    """Where a draft runs, and what it feeds back to itself with each node."""
 
-    hidden: int
-    dtype: torch.dtype
+    device: torch.device
+    hidden: int = 0  # numbers of a state; 0: it takes none
+    dtype: torch.dtype = torch.float32
 
 
 class Levels(NamedTuple):
@@ -37,17 +38,20 @@ class Levels(NamedTuple):
     listed: Tensor  # [levels, rows, width * width]: tokens that could follow
     reached: Tensor  # the same: their reach
     fed: Tensor  # [levels, rows, width]: which candidates of a level became its nodes
+    ids: Tensor | None  # of the tokens that the draft knows, if its laws are over those alone
 
     @classmethod
-    def empty(cls, levels: int, rows: int, width: int, device: torch.device, fed: Fed | None) -> Levels:
+    def empty(cls, levels: int, rows: int, width: int, ids: Tensor | None, fed: Fed) -> Levels:
+        device = fed.device
+
         def whole(*sizes: int) -> Tensor:
             return torch.zeros(*sizes, dtype=torch.int64, device=device)
 
         return cls(
             level=whole(1), tokens=whole(rows, width), reach=torch.zeros(rows, width, device=device),
-            entering=torch.zeros(rows, width, fed.hidden, dtype=fed.dtype, device=device) if fed else None,
+            entering=torch.zeros(rows, width, fed.hidden, dtype=fed.dtype, device=device) if fed.hidden else None,
             listed=whole(levels, rows, width * width), fed=whole(levels, rows, width),
-            reached=torch.zeros(levels, rows, width * width, device=device),
+            reached=torch.zeros(levels, rows, width * width, device=device), ids=ids,
         )  # fmt: skip
 
     @property
@@ -62,8 +66,7 @@ class Levels(NamedTuple):
         """From the laws behind the roots, and what the model left there, to the first level."""
         width, device = self.width, logits.device  # [rows, vocab], [rows, hidden]
         self.level.zero_()
-        values, likeliest = logits.topk(width)
-        reach = values - logits.logsumexp(-1, keepdim=True)
+        likeliest, reach = self._likeliest(logits)
         self.tokens.copy_(likeliest)
         self.reach.copy_(reach)
         self.reached[0].fill_(-torch.inf)  # one node has fewer candidates than so many
@@ -72,11 +75,19 @@ class Levels(NamedTuple):
         if self.entering is not None and left is not None:
             self.entering.copy_(left[:, None].expand_as(self.entering))
 
+    def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens, and the logarithm of how likely they are."""
+        # [nodes, vocab or known tokens] -> [nodes, width] twice
+        logits = logits.float()
+        values, places = logits.topk(self.width)
+        named = self.ids is not None and logits.shape[-1] == len(self.ids)
+        return self.ids[places] if named else places, values - logits.logsumexp(-1, keepdim=True)  # type: ignore[index]
+
     def advance(self, logits: Tensor, left: Tensor | None) -> Tensor:
         """From the nodes of a level, whose laws these are, to the next; returns which of them each follows."""
         rows, width = self.rows, self.width  # [rows * width, vocab], [rows * width, hidden] -> [rows, width]
-        values, likeliest = logits.float().topk(width)
-        chances = (values - logits.float().logsumexp(-1, keepdim=True)).view(rows, width, width)
+        likeliest, chances = self._likeliest(logits)
+        chances = chances.view(rows, width, width)
         reach = (self.reach[..., None] + chances).flatten(1)
         best = reach.topk(width)
         listed, parents = likeliest.view(rows, width * width), best.indices // width
