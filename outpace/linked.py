@@ -88,7 +88,7 @@ class LinkedLM(CachelessLM):
     def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         """Where nothing is sampled: all levels without a look at one."""
         width = shapes[0].width
-        if any(pick.temperature for pick in picks) or width > self.choices:
+        if any(pick.temperature for pick in picks) or width > self.choices or len(rows) > SLOTS[-1]:
             return None
         trees, slots = self._program(len(rows), width)
         placed = torch.stack([self._slots[row] for row in rows], dim=1)  # [slots, rows, hidden]

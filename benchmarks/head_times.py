@@ -1,0 +1,70 @@
+"""Where the time of a method goes once it has settled: tokens/s, and milliseconds of a pass for guessing and scoring.
+
+    python benchmarks/head_times.py smollm2-135m-instruct --prompts spec_bench.jsonl -m plain -m eagle3 -m mtp
+
+One request at a time. Methods take turns, and of several rounds the best counts: in the first ones kernels are compiled
+and graphs captured. Prompts are left out of the times, because a prompt that was seen before costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import reduce
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+import outpace
+from outpace.api import Model
+from outpace.bench import tasks
+from outpace.stats import Stats
+
+
+def answered(model: Model, prompts: list[tasks.Prompt], method: str, max_tokens: int) -> Stats:
+    """All prompts, one after the other; what the passes took is in the counts."""
+    done = [model.generate(tasks.encode(prompt, model), method=method, max_tokens=max_tokens) for prompt in prompts]
+    return reduce(Stats.merge, (completion.stats for completion in done))
+
+
+def spent(stats: Stats) -> float:
+    return sum(seconds for name, seconds in stats.seconds.items() if name != "prefill")
+
+
+def row(method: str, stats: Stats, plain: float) -> str:
+    rate, per = stats.tokens / spent(stats), 1e3 / stats.passes
+    parts = {name: per * stats.seconds.get(name, 0.0) for name in ("draft", "score", "verify", "keep")}
+    cells = [
+        f"{rate:.0f}",
+        f"{rate / plain:.2f}",
+        f"{stats.tokens_per_pass:.2f}",
+        *(f"{ms:.2f}" for ms in parts.values()),
+    ]
+    return f"| `{method}` | {' | '.join(cells)} |"
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Shelf name or folder.")],
+    method: Annotated[list[str], typer.Option("--method", "-m", help="As `outpace generate` takes it.")],
+    prompts: Annotated[Path | None, typer.Option(help="JSONL; default: the small set of the package.")] = None,
+    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 1,
+    max_tokens: int = 128,
+    rounds: int = 4,
+) -> None:
+    target, found = outpace.load(model), tasks.load(prompts, limit=limit)
+    methods = ["plain", *(spec for spec in method if spec != "plain")]
+    seen = defaultdict[str, list[Stats]](list)
+    for _ in track(range(rounds)):
+        for spec in methods:
+            seen[spec].append(answered(target, found, spec, max_tokens))
+    best = {spec: max(of, key=lambda stats: stats.tokens / spent(stats)) for spec, of in seen.items()}
+    plain = best["plain"].tokens / spent(best["plain"])
+    typer.echo("| method | tokens/s | x plain | tokens per pass | ms a pass: draft | score | verify | keep |")
+    typer.echo("|" + "---|" * 8)
+    for spec, stats in best.items():
+        typer.echo(row(spec, stats, plain))
+
+
+if __name__ == "__main__":
+    typer.run(main)
