@@ -88,7 +88,7 @@ class Field:
         self._draft = None if self.draft is None else outpace.load(self.draft)
         if self.draft is not None:
             self.modes = (*self.modes, DRAFT) if self.modes else ()
-            self.methods = [*self.methods, "draft"]
+            self.methods = [*self.methods, "draft", "auto with draft"]
 
     @property
     def names(self) -> list[str]:
@@ -104,7 +104,7 @@ class Field:
             for (kind, i), prompt in track(asked.items()):
                 lanes = {OWN: self.own.ask(prompt, self.count)}
                 for name, model in models.items():
-                    given = {"method": name} | ({"draft": self._draft} if name == "draft" else {})
+                    given = {"method": name.split()[0]} | ({"draft": self._draft} if name.endswith("draft") else {})
                     lanes[name] = ours(model, prompt, self.count, **given)
                 answers = race(lanes) | {name: one.ask(prompt, self.count) for name, one in served.items()}
                 for name, answer in answers.items():
