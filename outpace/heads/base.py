@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from outpace.errors import UsageError
 from outpace.models.ends import Ends
 
+LEAST = {"layers": 1, "steps": 1, "draft_vocab": 0, "feedforward": 0, "rank": 0, "linked": 0}
 BORROWED = ("embed", "unembed")  # names of the modules that hold a target's matrices
 
 
@@ -50,6 +52,12 @@ class Spec:
     parts: str = "llama"  # of what its layers are made: llama, qwen3, target
     linked: int = 0  # medusa, block: width of the layer that tells a slot of those before it; 0: they do not know
     shape: dict[str, Any] = field(default_factory=dict)  # settings of its layers that are not the target's
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise UsageError(f"{name} of a head is a whole number of at least {least}, got {value!r}")
 
 
 class Head(nn.Module):

@@ -58,9 +58,10 @@ def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
             raise unknown(f"setting of a {kind} head", name, known)
     usual = {**cls.usual(lm.stack, given), "draft_vocab": 0 if ids is None else len(ids)}
     spec = Spec(kind, **{**usual, **given})
+    listed = isinstance(spec.taps, list | tuple) and len(spec.taps) > 0
+    if not listed or not all(type(tap) is int and 0 <= tap <= lm.stack for tap in spec.taps):
+        raise UsageError(f"taps are a list of hidden states, from 0 to {lm.stack}, got {spec.taps}")
     spec = dataclasses.replace(spec, taps=tuple(spec.taps))
-    if not all(isinstance(tap, int) and 0 <= tap <= lm.stack for tap in spec.taps) or not spec.taps:
-        raise UsageError(f"taps are numbers of hidden states, from 0 to {lm.stack}, got {list(spec.taps)}")
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         head: Head = cls(ends, spec, ids)
