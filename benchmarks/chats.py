@@ -119,7 +119,9 @@ def fill(form: str, names: list[str], texts: list[str], draw: random.Random) -> 
 
 def main(
     output: Annotated[Path, typer.Option(help="The file to write.")],
-    texts: Annotated[list[Path], typer.Option(help="Plain texts to quote and take names from, a paragraph a line.")],
+    texts: Annotated[
+        list[Path], typer.Option(exists=True, help="Plain texts to quote and take names from, a paragraph a line.")
+    ],
     count: Annotated[int, typer.Option(help="Prompts.")] = 1500,
     two_turns: Annotated[float, typer.Option(help="How many of them have a second turn.")] = 0.4,
     seed: int = 0,

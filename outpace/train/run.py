@@ -19,6 +19,7 @@ def check(settings: Settings, resume: bool) -> None:
     for name in ("model", "data", "output"):
         if not getattr(settings, name):
             raise UsageError(f"a run needs {name}")
+    recipes.loss_of(settings)
     folder = Path(settings.output)
     there = (folder / checkpoint.FILE).exists()
     if resume and not there:
