@@ -32,6 +32,7 @@ from outpace.sample import Sampling
 from outpace.sequence import Sequence
 from outpace.testing import ToyLM
 from outpace.tree import Budget, Tree
+from tests.test_branch import paths
 from tests.tiny_models import GROUPED, build
 
 KINDS = ["eagle3", "mtp", "medusa", "block"]
@@ -336,11 +337,6 @@ def test_all_of_a_head_learns_and_nothing_of_the_target(kind: str) -> None:
     torch.stack([g.logits.square().mean() for g in guessed]).sum().backward()
     learning = {name for name, weight in head.named_parameters() if weight.grad is not None and weight.grad.any()}
     assert learning == set(head.own())
-
-
-def paths(tree: Tree) -> dict[tuple[int, ...], float]:
-    """Every node as the tokens on the way to it, and how likely its last token was."""
-    return {tuple(tree.tokens[n] for n in tree.path(node)): tree.signals[node].prob for node in range(1, len(tree))}
 
 
 @pytest.mark.parametrize("shape", [{"width": 3, "depth": 4, "nodes": 11}, {"width": 1, "depth": 3, "nodes": 3}])
