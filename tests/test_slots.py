@@ -300,7 +300,7 @@ def test_a_context_that_was_kept_is_one_that_was_read_anew() -> None:
             fresh = [Text(10 + n, states[:n]) for n, states in zip(lengths, hidden, strict=True)]
             for text, new in zip(kept, fresh, strict=True):
                 text.token, text.hidden = new.token, new.hidden
-            together, anew = head.guess(kept, 9), torch.cat([head.guess([text], 9) for text in fresh])
+            together, anew = head.slots(kept, 9), torch.cat([head.slots([text], 9) for text in fresh])
             torch.testing.assert_close(together, anew)
             assert [text.kept["context"].length for text in kept] == list(lengths)
 

@@ -47,10 +47,6 @@ class Parallel(Head):
     def slots(self, texts: Seq[Text], count: int) -> Tensor:
         """The states of so many slots behind each text, if the head has so many."""  # [texts, slots, hidden]
 
-    def guess(self, texts: Seq[Text], count: int) -> Tensor:
-        """The laws of so many slots, of a head that is not linked."""  # [texts, slots, draft vocab]
-        return self.logits(self.slots(texts, count))
-
     def guessed(self, tokens: Tensor, columns: Tensor, slots: Seq[Tensor]) -> list[Guessed]:
         """Of slots that were made at some columns of a training text, which knows what came before each of them.
 
