@@ -108,6 +108,8 @@ class Engine:
             trees = self._draft()
         with timed(seconds, "score"):
             scores, failed = self._score(trees)
+            if self.overlap:
+                self._ahead(trees)
         return Flight(trees, scores, [*events, *(Event(seq) for seq in failed)], seconds)
 
     def _end(self, flight: Flight) -> list[Event]:
@@ -200,6 +202,13 @@ class Engine:
                 bare = True
         return {}, failed
 
+    def _ahead(self, trees: dict[int, Tree]) -> None:
+        """Begin the next pass, too, where it is known: nobody guesses, and no one looks at what this one says."""
+        on = [seq for seq in self.running if seq.room > 1]
+        bare = all(len(trees[seq.id]) == 1 and seq.limits.logprobs is None and seq.policy.rests(seq) for seq in on)
+        if on and bare:
+            self.target.ahead([_row(seq) for seq in on], [seq.verifier.pick(seq) for seq in on])
+
     def _make_room(self, seq: Sequence, error: Exception) -> bool:
         """Take a request out. While others run it waits until one of them ends, and goes on then; False: it failed."""
         if len(self.running) == 1:
@@ -250,8 +259,11 @@ def _row(seq: Sequence) -> int:
 
 def _finish(scores: dict[int, Scores]) -> None:
     """Wait for the device, so that the time of a pass is not counted as that of whoever reads its result first."""
-    if any(found.logits.is_cuda for found in scores.values()):
-        torch.cuda.synchronize()
+    for found in scores.values():
+        if found.chosen is not None:
+            found.chosen.wait()  # not for the next pass, which may have begun
+        elif found.logits.is_cuda:
+            torch.cuda.synchronize()
 
 
 def _advice(memory: Memory, prompt: int) -> str:

@@ -1,18 +1,22 @@
 """Keyed noise: random numbers that are a pure function of (seed, position, token).
 
 The same choice is made in any batch, on any device, with or without speculation. Only 32-bit integer arithmetic is
-used, so that a kernel can repeat it; `mix` works on Python ints and on int64 tensors alike.
+used, so that a kernel can repeat it; `mix` works on Python ints and on int64 tensors and arrays alike.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 WORD = 0xFFFFFFFF
-Words = TypeVar("Words", int, Tensor)
+Array = np.ndarray[Any, np.dtype[np.int64]]
+Words = TypeVar("Words", int, Tensor, Array)
 
 
 def mix(x: Words) -> Words:
@@ -42,6 +46,19 @@ def words(seed: int, positions: Tensor, salt: int = 0) -> Tensor:
     for word in (positions, torch.full_like(positions, salt)):
         rows = _absorb(*rows, word)
     return torch.stack(rows, dim=-1)
+
+
+@lru_cache(maxsize=4096)  # every pass of a request asks for that of its seed
+def _start(seed: int) -> tuple[int, int]:
+    return keys(seed)
+
+
+def words_of(seeds: Sequence[int], positions: Array) -> Array:
+    """The same on the host, where every position has a seed of its own."""  # [n] -> [n, 2]
+    a, b = np.array([_start(seed) for seed in seeds], dtype=np.int64).T
+    for word in (positions, np.zeros_like(positions)):
+        a, b = _absorb(a, b, word)
+    return np.stack([a, b], axis=-1)
 
 
 def uniform(seed: int, *counters: int) -> float:

@@ -45,6 +45,10 @@ class Policy:
         nodes = self.nodes if self.nodes is not None else max(shape.nodes, depth)
         return Budget(depth, nodes, width)
 
+    def rests(self, seq: Sequence) -> bool:
+        """Whether its next tree will be a root alone, as far as is known before this pass was read."""
+        return not (seq.drafter.shape.depth if self.depth is None else self.depth)
+
     def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         """Whether to draft on after a token at `depth` for which the draft gave `signal`."""
         return True

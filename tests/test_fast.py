@@ -7,9 +7,12 @@ import torch
 
 import outpace
 from outpace import registry
+from outpace.api import Request
+from outpace.engine import Engine
 from outpace.heads import store
 from outpace.heads.parallel import Text
 from outpace.models import lane
+from outpace.models.ahead import Ahead
 from outpace.models.compiled import shortened
 from outpace.models.fast import FastLM
 from outpace.models.graph import GraphLM
@@ -149,6 +152,47 @@ def test_a_large_batch_of_trees_is_not_run_eagerly(monkeypatch: pytest.MonkeyPat
     plain = [r.tokens for r in slow.generate(prompts, method="plain", max_tokens=16)]
     monkeypatch.setattr(PackedLM, "forward", None)  # what is eager would call it
     assert [r.tokens for r in quick.generate(prompts, method="recycling", nodes=12, max_tokens=16)] == plain
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_device_that_is_behind_is_told_what_was_meant() -> None:
+    """The host writes what later pieces of a prompt need long before the device has read that of the first ones."""
+    quick, slow = fast("llama", "cuda"), outpace.wrap(tiny_models.MODELS["llama"]().to("cuda", torch.float32))
+    prompt = [1 + i * i % 90 for i in range(900)]
+    logits = []
+    for lm in (slow.lm, quick.lm):
+        for busy in (1, 500_000_000):  # graphs are captured by the first
+            row = lm.acquire([])
+            torch.cuda._sleep(busy)  # type: ignore[no-untyped-call]
+            lm.sync([prompt], [row])
+            found = lm.score([Tree.chain([1, 2, 3])], [row])[0].logits.clone()
+            lm.release(row)
+            lm.clear()
+        logits.append(found)
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)  # sums run in another order
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_plain_decoding_begins_its_passes_ahead(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick, slow = fast("llama", "cuda"), outpace.wrap(tiny_models.MODELS["llama"]().to("cuda", torch.float32))
+    taken = []
+    take = Ahead.take
+    monkeypatch.setattr(Ahead, "take", lambda *given: taken.append(take(*given)) or taken[-1])
+    settings = [{"method": "plain", "max_tokens": 9 + 17 * i, "temperature": temperature, "seed": i} for i in range(9)]
+    for again in range(2):
+        texts = []
+        for model in (quick, slow):
+            engine = Engine(model.lm, max_rows=4)  # some join when others have left
+            seqs = [model.sequence(Request.of(p, s)) for p, s in zip(PROMPTS * 3, settings, strict=True)]
+            for seq in seqs:
+                engine.submit(seq)
+            for _ in engine.run():
+                pass
+            texts.append([seq.generated for seq in seqs])
+        assert texts[0] == texts[1], again
+    used = sum(outputs is not None for outputs in taken)
+    assert used > 0.8 * len(taken) > 100
 
 
 def test_taps_are_those_of_eager_passes() -> None:

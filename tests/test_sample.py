@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 from outpace.errors import RequestFailed, UsageError
-from outpace.noise import WORD, gumbel, keys, mix, uniform
+from outpace.noise import WORD, gumbel, keys, mix, uniform, words, words_of
 from outpace.processors import Banned, CountPenalty, Custom, LogitBias, MinTokens, RepetitionPenalty, Rules, build
 from outpace.sample import Processor, Sampler, Sampling
 
@@ -111,6 +112,13 @@ def test_keys_depend_on_every_bit() -> None:
         changed = sum((a ^ b).bit_count() for a, b in zip(one, other, strict=True))
         assert 12 <= changed <= 52  # of 64 bits, of which half should change
     assert keys(1, 2) != keys(2, 1) and keys(1, 0) != keys(1) and keys(0, 1, 2) != keys(0, 2, 1)
+
+
+def test_words_of_many_positions_are_the_keys_of_each() -> None:
+    seeds, positions = [0, 5, 2**63 + 17, -3, 5], np.array([0, 7, 1 << 20, 9, 8])
+    due = [keys(seed, int(position), 0) for seed, position in zip(seeds, positions, strict=True)]
+    assert [tuple(pair) for pair in words_of(seeds, positions).tolist()] == due
+    assert [tuple(words(s, torch.tensor([p]))[0].tolist()) for s, p in zip(seeds, positions, strict=True)] == due
 
 
 def test_noise_of_a_token_does_not_depend_on_the_others() -> None:

@@ -72,6 +72,9 @@ class Translated:
         told = [self._told(tree, row) for tree, row in zip(trees, rows, strict=True)]
         return [Scores(self._fit(s.logits), s.hidden) for s in self.lm.score(told, rows, since)]
 
+    def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
+        return False
+
     def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         """Noise is keyed by the target's tokens, which the draft does not know: it goes by itself only without."""
         if shapes[0].width > 1 or any(pick.temperature for pick in picks):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.models.chosen import Chosen as Chosen, Guess as Guess, Shape as Shape
 from outpace.models.ends import Ends
-from outpace.models.job import Begun, Job as Job
+from outpace.models.job import Job as Job
 from outpace.models.memory import Memory
+from outpace.models.row import Output as Output, Row as Row
 from outpace.sample import Pick
 from outpace.sequence import common_prefix
 from outpace.tree import Tree
@@ -75,6 +76,9 @@ class LM(Protocol):
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
         """Commit these nodes of the trees last scored, root first, and forget the others."""
 
+    def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
+        """Behind a pass of roots: begin the next one, with what it chooses there as roots; whether that could be."""
+
     def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         """The model's own chains or trees after each row and its `token`, parents first; None: ask `score` by level."""
 
@@ -105,34 +109,6 @@ class LM(Protocol):
 
     def memory(self, tokens: int) -> Memory | None:
         """What the weights take, and the cache of so many tokens; None when this model does not know."""
-
-
-@dataclass
-class Row:
-    """One slot: tokens in the cache, tokens that the next pass feeds first, and the tree scored last."""
-
-    tokens: list[int] = field(default_factory=list)
-    pending: list[int] = field(default_factory=list)
-    tree: Tree | None = None
-    scored: int = 0  # nodes of the tree that a pass has seen; a drafter may have added more since
-    order: list[int] | None = None  # place in the tree of each node that was asked for, if they were put in order
-    begun: Begun | None = None  # by a draft that is this model's first layers
-    taps: tuple[int, ...] = ()
-    hidden: list[Tensor] = field(default_factory=list)  # of `tokens`, in pieces
-    provisional: Tensor | None = None  # [nodes of the tree, taps]
-    busy: bool = False
-
-    def forget_tree(self) -> None:
-        self.tree, self.scored, self.order, self.provisional, self.begun = None, 0, None, None, None
-
-
-@dataclass(frozen=True)
-class Output:
-    """What a pass gives for one job."""
-
-    logits: Tensor | None  # [new nodes, vocab]
-    hidden: dict[int, Tensor]  # tap -> [pending and new nodes, hidden]
-    chosen: Chosen | None = None
 
 
 class SlotLM(ABC):
@@ -277,6 +253,9 @@ class SlotLM(ABC):
                 logits = output.logits if row.order is None else output.logits[row.order]
                 scores.append(Scores(logits, hidden, output.chosen))
         return scores
+
+    def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
+        return False
 
     def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         return None

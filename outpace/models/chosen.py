@@ -15,6 +15,9 @@ class Chosen:
     best: list[float]
     probs: list[float]  # of the choices, after the temperature
 
+    def wait(self) -> None:
+        """Until the choices are made."""
+
 
 class Shape(NamedTuple):
     """Of what a model is to guess by itself: a chain, or a tree."""

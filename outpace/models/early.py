@@ -69,6 +69,9 @@ class EarlyLM:
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
         """What was begun is kept by the model, or forgotten."""
 
+    def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
+        return False
+
     def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
         return None
 

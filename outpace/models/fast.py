@@ -197,7 +197,7 @@ class FastLM(PackedLM):
         """The tokens of a pass, and all else that the model is given with them."""
         count = sum(len(job.tokens) for job in jobs)
         packing = lane.pack(jobs, self.cache, max(FEWEST, count), max(FEWEST, len(jobs)))
-        columns = torch.tensor(packing.tokens).T.contiguous()
+        columns = torch.tensor(packing.columns)
         ids, positions, where, bits = columns[0], columns[1], columns[2], columns[3:].T.contiguous()
         lanes = self.lanes(where, torch.tensor(packing.jobs), bits, positions)
         given = dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, reach=lanes)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outpace.models import lane
+from outpace.models.ahead import Ahead, Last
 from outpace.models.base import CHUNK, LM, Chosen, Guess, Job, Output, Shape
-from outpace.models.capture import Replay, capture
+from outpace.models.capture import capture
+from outpace.models.captured import COLUMNS, SIZES, Captured, Coming, Left, Size, Soon, Staging
 from outpace.models.chain import MOST_STEPS, Chains, Link
 from outpace.models.early_graph import EarlyGraphLM
 from outpace.models.fast import FastLM
@@ -29,79 +28,11 @@ from outpace.models.job import joined
 from outpace.models.kernels import runtime
 from outpace.models.stages import Ran, Span
 from outpace.models.taps import recording
-from outpace.noise import words
+from outpace.noise import words, words_of
 from outpace.sample import Pick
 from outpace.tree import Tree
 
-SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, rounded up
-SLOTS = (2, 4, 8, 16, 32, 64)  # requests of a pass, rounded up
-MOST_GRAPHS = 32  # the one that was not used for longest goes
-COLUMNS = 3 + lane.WORDS + 3  # of a token: id, position, entry, bits; words of noise, temperature
-
-
-class Size(NamedTuple):
-    """What a graph is made for."""
-
-    tokens: int
-    slots: int
-    taps: tuple[int, ...] = ()
-    span: Span | None = None  # of layers; None: all of them
-    heads: bool = True  # whether logits are wanted
-
-    @classmethod
-    def of(cls, jobs: Seq[Job], taps: tuple[int, ...] = ()) -> Size:
-        tokens = sum(len(job.tokens) for job in jobs)
-        return cls(next(n for n in SIZES if n >= tokens), next(n for n in SLOTS if n >= len(jobs)), taps)
-
-
-class Left(NamedTuple):
-    """What a captured pass leaves in its memory."""
-
-    logits: Tensor | None  # [tokens, vocab]
-    states: Tensor | None  # [tokens, hidden]: what leaves the last layer of a span
-    recorded: dict[int, Tensor]  # tap -> [tokens, hidden]
-    chosen: Tensor | None  # [3, tokens]: choice, largest logit, probability of the choice
-
-
-@dataclass
-class Captured:
-    """A graph, and the memory through which it is talked to."""
-
-    replay: Replay[Left]
-    host: np.ndarray  # type: ignore[type-arg]
-    staged: Tensor  # the same memory, pinned
-    given: Tensor  # its copy on the device
-    entering: Tensor | None  # [tokens, hidden]: states that enter, behind the first layer or beside the tokens
-    read: Tensor  # [3, tokens]: the choices on the host, pinned
-    size: Size
-
-    @property
-    def left(self) -> Left:
-        return self.replay.left
-
-
-class Soon(Chosen):
-    """Choices that are on their way: whoever reads them waits, and until then the host has time for other things."""
-
-    def __init__(self, done: torch.cuda.Event, read: Tensor, part: slice):
-        self._done, self._read, self._part = done, read, part
-
-    @cached_property
-    def _rows(self) -> list[list[float]]:
-        self._done.synchronize()
-        return self._read[:, self._part].tolist()
-
-    @property
-    def tokens(self) -> list[int]:  # type: ignore[override]
-        return [int(token) for token in self._rows[0]]
-
-    @property
-    def best(self) -> list[float]:  # type: ignore[override]
-        return self._rows[1]
-
-    @property
-    def probs(self) -> list[float]:  # type: ignore[override]
-        return self._rows[2]
+MOST_GRAPHS = 48  # the one that was not used for longest goes
 
 
 class GraphLM(FastLM):
@@ -118,6 +49,8 @@ class GraphLM(FastLM):
         self._generation = self.cache.generation
         self.graph_memory = torch.cuda.graph_pool_handle()
         self._chains = Chains(self)
+        self._last: Last | None = None
+        self._ahead = Ahead()
         self.capture_seconds = 0.0
 
     @classmethod
@@ -144,13 +77,53 @@ class GraphLM(FastLM):
         return [_settled(output) for part in parts for output in super(GraphLM, self).forward(part, taps)]
 
     def quickly(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        outputs = self._ahead.take(jobs, taps)
+        if outputs is not None:
+            return outputs
         captured = self._captured(Size.of(jobs, taps))
         if captured.entering is not None:
             beside = joined(jobs, captured.size.tokens)
             captured.entering.copy_(beside["features"][0]) if beside else captured.entering.zero_()
         self._stage(captured, jobs)
         captured.replay()
-        return self._outputs(captured, jobs)
+        outputs = self._outputs(captured, jobs)
+        self._last = Last(captured, jobs, outputs)
+        return outputs
+
+    def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
+        last = self._last
+        jobs = None if last is None or self.feeds else last.next(rows, picks)
+        if last is None or jobs is None or any(self.cache.capacity[job.row] < job.end for job in jobs):
+            return False
+        try:
+            return self._attempt(jobs, lambda: self._send(last, jobs)) or False
+        except torch.OutOfMemoryError:
+            return False  # for a graph that can be done without
+
+    def _send(self, last: Last, jobs: list[Job]) -> bool:
+        size = last.captured.size
+        captured = self._captured(Size.of(jobs, size.taps)._replace(turn=1 - size.turn))
+        self._stage(captured, jobs)
+        chosen = last.captured.left.chosen
+        assert chosen is not None, "a whole pass chooses"
+        captured.ids.copy_(chosen[0].index_select(0, captured.ids))
+        captured.replay()
+        outputs = self._outputs(captured, jobs)
+        self._ahead, self._last = Ahead.of(last, jobs, outputs), Last(captured, jobs, outputs)
+        return True
+
+    def release(self, row: int) -> None:
+        self._ahead.drop(row)
+        super().release(row)
+
+    def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
+        for row in rows:
+            self._ahead.drop(row)
+        super().sync(tokens, rows)
+
+    def refresh(self) -> None:
+        self._ahead = Ahead()
+        super().refresh()
 
     @torch.no_grad()
     def _quick_part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran:
@@ -199,23 +172,21 @@ class GraphLM(FastLM):
         """Everything that a pass needs to know, in one copy."""
         tokens = captured.size.tokens
         packing = lane.pack(jobs, self.cache, tokens, captured.size.slots)
-        table = captured.host[: tokens * COLUMNS].reshape(COLUMNS, tokens)
-        table[: 3 + lane.WORDS] = np.array(packing.tokens).T
+        host = captured.staging.open()
+        table = host[: tokens * COLUMNS].reshape(COLUMNS, tokens)
+        table[: 3 + lane.WORDS] = packing.columns
         table[3 + lane.WORDS :] = 0
-        at = 0
-        for job in jobs:
-            pick, end = job.pick, at + len(job.tokens)
-            if pick is not None and pick.temperature:
-                noise = words(pick.seed, torch.from_numpy(table[1, at:end]) + self.before + 1)
-                table[-3:-1, at:end] = noise.numpy().T
-                table[-1, at:end] = np.float64(pick.temperature).view(np.int64)
-            at = end
-        captured.host[tokens * COLUMNS :] = np.array(packing.jobs).reshape(-1)
-        captured.given.copy_(captured.staged, non_blocking=True)
+        picks = [job.pick for job in jobs for _ in job.tokens]
+        heat = [0.0 if pick is None else pick.temperature for pick in picks]
+        if any(heat):
+            seeds, count = [0 if pick is None else pick.seed for pick in picks], len(picks)
+            table[-3:-1, :count] = words_of(seeds, table[1, :count] + self.before + 1).T
+            table[-1, :count] = np.array(heat).view(np.int64)
+        host[tokens * COLUMNS :] = np.array(packing.jobs).reshape(-1)
+        captured.staging.send()
 
     def _outputs(self, captured: Captured, jobs: Seq[Job]) -> list[Output]:
-        done = torch.cuda.Event()
-        done.record()
+        coming = Coming(captured, sum(len(job.tokens) for job in jobs))
         outputs, at = [], 0
         for job in jobs:
             pick = job.pick
@@ -226,7 +197,7 @@ class GraphLM(FastLM):
             if pick is not None and pick.filters:
                 chosen = self._filtered(logits, pick, [position + 1 for position in job.positions[len(job.pending) :]])
             elif pick is not None:
-                chosen = Soon(done, captured.read, slice(first, end))
+                chosen = Soon(coming, slice(first, end))
             outputs.append(Output(logits, hidden, chosen))
             at = end
         return outputs
@@ -243,6 +214,7 @@ class GraphLM(FastLM):
 
     def _captured(self, size: Size) -> Captured:
         if self._generation != self.cache.generation:  # the pool moved: graphs read the old one
+            torch.cuda.synchronize()  # one of them may still run
             self._graphs.clear()
             self.graph_memory = torch.cuda.graph_pool_handle()  # the old one went with its last graph
             self._generation = self.cache.generation
@@ -256,15 +228,13 @@ class GraphLM(FastLM):
         return self._graphs[size]
 
     def _capture(self, size: Size) -> Captured:
-        count = size.tokens * COLUMNS + size.slots * 4
-        staged = torch.zeros(count, dtype=torch.int64, pin_memory=True)
-        given = torch.zeros(count, dtype=torch.int64, device=self.device)
+        staging = Staging(size.tokens * COLUMNS + size.slots * 4, self.device)
         read = torch.zeros(3, size.tokens, dtype=torch.float64, pin_memory=True)
         entering = None
         if self.feeds or (size.span is not None and size.span.first):
             width = self.quick.config.get_text_config().hidden_size
             entering = torch.zeros(size.tokens, width, dtype=self.model.dtype, device=self.device)
-        run = self._program(size, given, entering)
+        run = self._program(size, staging.given, entering)
 
         def pass_() -> Left:
             left = run()
@@ -273,7 +243,7 @@ class GraphLM(FastLM):
             return left
 
         replay = capture(pass_, self.graph_memory)
-        return Captured(replay, staged.numpy(), staged, given, entering, read, size)
+        return Captured(replay, staging, entering, read, size)
 
     def _program(self, size: Size, given: Tensor, entering: Tensor | None) -> Callable[[], Left]:
         table = given[: size.tokens * COLUMNS].view(COLUMNS, size.tokens)

@@ -44,10 +44,10 @@ class Lane(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The tokens of a pass and where they go, on the host: rows are tokens, then jobs."""
+    """The tokens of a pass and where they go, on the host."""
 
-    tokens: list[list[int]]  # [tokens]: id, position, entry of the pool, words of ancestor bits
-    jobs: list[list[int]]
+    columns: list[list[int]]  # [3 + WORDS][tokens]: ids, positions, entries of the pool, words of ancestor bits
+    jobs: list[list[int]]  # [jobs][4]
 
 
 def fits(jobs: Seq[Job], windows: Seq[int | None], most: int) -> bool:
@@ -74,19 +74,23 @@ def parts(jobs: Seq[Job], most: int) -> list[list[Job]]:
 
 
 def pack(jobs: Seq[Job], cache: PoolCache, tokens: int, slots: int) -> Packing:
-    """Jobs as rows of numbers, filled up to `tokens` and `slots`; what only fills up is written to the pool's scrap."""
-    packing = Packing([], [])
+    """Jobs as numbers, filled up to `tokens` and `slots`; what only fills up is written to the pool's scrap."""
+    ids, positions, entries, bits = list[int](), list[int](), list[int](), list[int]()
+    found: list[list[int]] = []
     for job in jobs:
-        base = cache.base(job.row)
-        packing.jobs.append([len(packing.tokens), len(job.tokens), base, job.start])
+        base, fed = cache.base(job.row), job.tokens
+        found.append([len(ids), len(fed), base, job.start])
         first = base + job.offset
-        bits = _bits(job)
-        for i, (token, position) in enumerate(zip(job.tokens, job.positions, strict=True)):
-            packing.tokens.append([token, position, first + i, *_words(bits[i])])
-    for i in range(len(packing.tokens), tokens):
-        packing.tokens.append([0, 0, i % slots, *_words(1)])
-    packing.jobs.extend([[0, 0, 0, 0]] * (slots - len(jobs)))
-    return packing
+        ids += fed
+        positions += job.positions
+        entries += range(first, first + len(fed))
+        bits += _bits(job)
+    at, spare = len(ids), tokens - len(ids)
+    zeros = [0] * spare
+    words = [[_word(mask >> 64 * i) for mask in bits] + [int(not i)] * spare for i in range(WORDS)]
+    entries += [i % slots for i in range(at, tokens)]
+    found += [[0, 0, 0, 0]] * (slots - len(jobs))
+    return Packing([ids + zeros, positions + zeros, entries, *words], found)
 
 
 def _bits(job: Job) -> list[int]:
@@ -101,7 +105,6 @@ def _bits(job: Job) -> list[int]:
     return bits
 
 
-def _words(bits: int) -> list[int]:
-    """As signed numbers of 64 bits, lowest first."""
-    words = [bits >> (64 * i) & (2 * SIGN - 1) for i in range(WORDS)]
-    return [word - 2 * SIGN if word >= SIGN else word for word in words]
+def _word(bits: int) -> int:
+    """The lowest 64 bits, as a signed number."""
+    return bits if bits < SIGN else (bits + SIGN & 2 * SIGN - 1) - SIGN

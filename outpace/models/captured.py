@@ -1,0 +1,125 @@
+"""Captured: a pass of one size as a CUDA graph, and the memory through which the host talks to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.models import lane
+from outpace.models.base import Chosen, Job
+from outpace.models.capture import Replay
+from outpace.models.stages import Span
+
+SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, rounded up
+SLOTS = (2, 4, 8, 16, 32, 64)  # requests of a pass, rounded up
+COLUMNS = 3 + lane.WORDS + 3  # of a token: id, position, entry, bits; words of noise, temperature
+BUFFERS = 2  # that the host writes in turns
+
+
+class Size(NamedTuple):
+    """What a graph is made for."""
+
+    tokens: int
+    slots: int
+    taps: tuple[int, ...] = ()
+    span: Span | None = None  # of layers; None: all of them
+    heads: bool = True  # whether logits are wanted
+    turn: int = 0  # of two graphs: one runs while what the other left is read
+
+    @classmethod
+    def of(cls, jobs: Seq[Job], taps: tuple[int, ...] = ()) -> Size:
+        tokens = sum(len(job.tokens) for job in jobs)
+        return cls(next(n for n in SIZES if n >= tokens), next(n for n in SLOTS if n >= len(jobs)), taps)
+
+
+class Left(NamedTuple):
+    """What a captured pass leaves in its memory."""
+
+    logits: Tensor | None  # [tokens, vocab]
+    states: Tensor | None  # [tokens, hidden]: what leaves the last layer of a span
+    recorded: dict[int, Tensor]  # tap -> [tokens, hidden]
+    chosen: Tensor | None  # [3, tokens]: choice, largest logit, probability of the choice
+
+
+class Staging:
+    """What the host tells a pass. The device may be behind: a buffer is written again only when it has been read."""
+
+    def __init__(self, count: int, device: torch.device):
+        self.given = torch.zeros(count, dtype=torch.int64, device=device)
+        self._buffers = [torch.zeros(count, dtype=torch.int64, pin_memory=True) for _ in range(BUFFERS)]
+        self._views = [buffer.numpy() for buffer in self._buffers]
+        self._read = [torch.cuda.Event() for _ in range(BUFFERS)]
+        self._turn = 0
+
+    def open(self) -> np.ndarray[Any, np.dtype[np.int64]]:  # [count]
+        """Memory to write to, until `send`."""
+        self._turn = (self._turn + 1) % BUFFERS
+        self._read[self._turn].synchronize()
+        return self._views[self._turn]
+
+    def send(self) -> None:
+        self.given.copy_(self._buffers[self._turn], non_blocking=True)
+        self._read[self._turn].record()
+
+
+@dataclass
+class Captured:
+    """A graph, and the memory through which it is talked to."""
+
+    replay: Replay[Left]
+    staging: Staging
+    entering: Tensor | None  # [tokens, hidden]: states that enter, behind the first layer or beside the tokens
+    read: Tensor  # [3, tokens]: the choices on the host, pinned
+    size: Size
+
+    @property
+    def left(self) -> Left:
+        return self.replay.left
+
+    @property
+    def ids(self) -> Tensor:  # [tokens]
+        return self.staging.given[: self.size.tokens]
+
+
+class Coming:
+    """The choices of a pass that is under way."""
+
+    def __init__(self, captured: Captured, count: int):
+        self._done, self._read = torch.cuda.Event(), captured.read[:, :count]
+        self._done.record()
+
+    def wait(self) -> None:
+        self._done.synchronize()
+
+    @cached_property
+    def rows(self) -> list[list[float]]:  # [3][tokens]
+        self.wait()
+        return self._read.tolist()
+
+
+class Soon(Chosen):
+    """A job's part of them: whoever reads it waits, and until then the host has time for other things."""
+
+    def __init__(self, coming: Coming, part: slice):
+        self._coming, self._part = coming, part
+
+    def wait(self) -> None:
+        self._coming.wait()
+
+    @property
+    def tokens(self) -> list[int]:  # type: ignore[override]
+        return [int(token) for token in self._coming.rows[0][self._part]]
+
+    @property
+    def best(self) -> list[float]:  # type: ignore[override]
+        return self._coming.rows[1][self._part]
+
+    @property
+    def probs(self) -> list[float]:  # type: ignore[override]
+        return self._coming.rows[2][self._part]

@@ -1,0 +1,160 @@
+"""Passes that begin before the one before them was read: the same texts, and none of another's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outpace.api import Model, Request
+from outpace.engine import Engine
+from outpace.models.ahead import Ahead, Last
+from outpace.models.base import Chosen, Job, Output
+from outpace.models.captured import Size
+from outpace.noise import gumbel
+from outpace.sample import Pick
+from outpace.testing import ToyLM
+from outpace.tree import Tree
+from tests.conftest import settings_of
+
+PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5, [4, 4]]
+CAPTURED: Any = SimpleNamespace(size=Size(2, 2))
+
+
+class Device(ToyLM):
+    """Chooses by itself, and begins the next pass when it is told to, as a model that runs as graphs does."""
+
+    asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: Last | None = None
+        self._sent = Ahead()
+        self.ran = self.begun = self.used = 0
+
+    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        outputs = self._sent.take(jobs, taps)
+        self.used += outputs is not None
+        if outputs is None:
+            self.ran += 1
+            outputs = [self._chosen(job, output) for job, output in zip(jobs, super().forward(jobs, taps), strict=True)]
+            self._last = Last(CAPTURED, jobs, outputs)
+        return outputs
+
+    def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
+        jobs = None if self._last is None else self._last.next(rows, picks)
+        if jobs is None or self._last is None:
+            return False
+        chosen = list[int]()  # at each token of the last pass; nobody looks at those of a prompt
+        for done, output in zip(self._last.jobs, self._last.outputs, strict=True):
+            chosen += [0] * len(done.pending) + (list(output.chosen.tokens) if output.chosen else [])
+        outputs = []
+        for job in jobs:
+            row = self.rows[job.row]
+            assert row.tree is not None and job.tree is not None
+            fed = row.tokens + row.tree.tokens + [chosen[job.tree.tokens[0]]]
+            assert len(fed) == job.end
+            outputs.append(self._chosen(job, Output(self.run(fed)[0][-1:], {})))
+        self.begun += 1
+        self._sent, self._last = Ahead.of(self._last, jobs, outputs), Last(CAPTURED, jobs, outputs)
+        return True
+
+    def _chosen(self, job: Job, output: Output) -> Output:
+        if job.pick is None or output.logits is None or job.pick.filters:
+            return output
+        logits = output.logits.clone()
+        for i, position in enumerate(job.positions[len(job.pending) :]):
+            if job.pick.temperature:
+                noise = gumbel(torch.arange(self.vocab), job.pick.seed, position + 1)
+                logits[i] = (logits[i] / job.pick.temperature).double() + noise
+        return replace(output, chosen=Chosen(logits.argmax(-1).tolist(), logits.amax(-1).tolist(), [1.0] * len(logits)))
+
+    def release(self, row: int) -> None:
+        self._sent.drop(row)
+        super().release(row)
+
+    def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
+        for row in rows:
+            self._sent.drop(row)
+        super().sync(tokens, rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", ["plain", "suffix", "draft", "auto", "recycling"])
+def test_texts_stay_the_same(method: str, temperature: float, toy: Model) -> None:
+    device = Device()
+    model = Model(device)
+    model.max_rows = 3  # one joins when another has left
+    lengths = [{"max_tokens": n, "temperature": temperature, "seed": n} for n in (20, 33, 7, 16)]
+    expected = [toy.generate(p, method="plain", **s).tokens for p, s in zip(PROMPTS, lengths, strict=True)]
+    engine = Engine(device, max_rows=3)
+    seqs = [
+        model.sequence(Request.of(p, {**settings_of(method, ToyLM(layers=1)), **s}))
+        for p, s in zip(PROMPTS, lengths, strict=True)
+    ]
+    for seq in seqs:
+        engine.submit(seq)
+    for _ in engine.run():
+        pass
+    assert [seq.generated for seq in seqs] == expected
+    assert method != "plain" or device.used > 20
+
+
+def test_no_pass_is_in_vain_where_the_length_is_known() -> None:
+    device = Device()
+    Model(device).generate(PROMPTS[0], method="plain", max_tokens=20)
+    assert (device.ran, device.begun, device.used) == (1, 19, 19)
+
+
+def test_an_answer_that_stops_leaves_one_pass_unread(toy: Model) -> None:
+    device = Device()
+    text = toy.generate(PROMPTS[0], method="plain", max_tokens=20).tokens
+    stop = text[9]
+    found = Model(device).generate(PROMPTS[0], method="plain", max_tokens=20, stop_tokens=[stop])
+    assert found.tokens == text[: text.index(stop) + 1]
+    assert device.begun == device.used + 1 and not device._sent.rows
+
+
+def test_a_row_with_another_text_gets_none_of_the_last_one(toy: Model) -> None:
+    """The new text is as long as the old one, and ends with the token that the old one went on with."""
+    device = Device()
+    model = Model(device)
+    text = toy.generate(PROMPTS[0], method="plain", max_tokens=4).tokens
+    model.generate(PROMPTS[0], method="plain", max_tokens=20, stop_tokens=[text[3]])
+    other = [8] * (len(PROMPTS[0]) + 3) + [text[3]]
+    again = model.generate(other, method="plain", max_tokens=6)
+    assert again.tokens == toy.generate(other, method="plain", max_tokens=6).tokens
+
+
+@pytest.mark.parametrize(
+    "settings", [{"logprobs": 2}, {"repetition_penalty": 1.3}, {"temperature": 0.8, "top_p": 0.9}], ids=str
+)
+def test_nothing_begins_ahead_where_logits_are_looked_at(settings: dict[str, Any], toy: Model) -> None:
+    device = Device()
+    found = Model(device).generate(PROMPTS[0], method="plain", max_tokens=12, **settings)
+    assert found.tokens == toy.generate(PROMPTS[0], method="plain", max_tokens=12, **settings).tokens
+    assert device.begun == 0
+
+
+def test_a_step_by_itself_begins_nothing(toy: Model) -> None:
+    device = Device()
+    engine = Engine(device, overlap=False)
+    engine.submit(Model(device).sequence(Request.of([1, 2], {"method": "plain", "max_tokens": 5})))
+    for _ in range(3):
+        engine.step()
+    assert device.begun == 0
+
+
+def test_jobs_are_known_only_behind_single_tokens() -> None:
+    pick = Pick(0, 0.0)
+    chosen = Output(torch.zeros(1, 4), {}, Chosen([3], [0.0], [1.0]))
+    last = Last(CAPTURED, [Job(4, 10, [1, 2], Tree([7]), pick=pick), Job(2, 5, [], Tree.chain([1, 2]), pick=pick)],
+                [chosen, chosen])  # fmt: skip
+    (job,) = last.next([4], [pick]) or []
+    assert (job.row, job.start, job.tokens) == (4, 13, [2])  # its choice is the third of the pass
+    assert last.next([2], [pick]) is None and last.next([4, 9], [pick, pick]) is None
+    assert last.next([4], [None]) is None and last.next([4], [Pick(0, 1.0, (torch.relu,))]) is None
