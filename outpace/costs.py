@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from outpace.models.base import LM
 
 logger = logging.getLogger(__name__)
-FORMAT = 2
+FORMAT = 3
 SIZES = (1, 4, 16, 2, 8, 32)  # tokens of a pass; if time runs out the last ones are left out
 MORE = (64, 3, 6, 12, 24, 48)  # if there is time
 BATCHES = (4, 16)  # requests
+LARGE = (8, 16)  # tokens of each request of the largest batch
 SHORT, LONG = 32, 2048  # tokens of context
 FEW = 6  # tokens of a pass, to see what context costs each of them
 SECONDS = 3.0  # for all of it, and as much for long contexts
@@ -160,14 +161,17 @@ def measure(lm: LM, limit: float = SECONDS, now: Callable[[], float] = time.perf
         with _rows(lm, 1, SHORT) as rows:
             chain = _timed(lm, rows, SIZES, clock)
             chain |= _timed(lm, rows, MORE, clock, rounds=2, least=0)
-        alone, batch, context = Costs(tuple(sorted(chain.items()))), dict[int, float](), (0.0, 0.0)
+        alone, context = Costs(tuple(sorted(chain.items()))), (0.0, 0.0)
+        batch, large = dict[int, float](), dict[int, float]()
         with suppress(CacheFull, torch.OutOfMemoryError):  # then there will be no such batches, or contexts
             for requests in BATCHES:
                 with _rows(lm, requests if clock.left() > 0 else 0, SHORT) as rows:
                     batch |= _timed(lm, rows, (1,), clock, rounds=3, least=0)
+                    large = _timed(lm, rows, LARGE, clock, rounds=2, least=0) if requests == BATCHES[-1] else {}
             context = _context(lm, alone, Clock(limit, now))
         extra = tuple((n, max(0.0, seconds - alone.seconds(n))) for n, seconds in batch.items())
-        return Costs(alone.chain, extra, *context)
+        chain |= {n: seconds - dict(extra)[BATCHES[-1]] for n, seconds in large.items()}
+        return Costs(tuple(sorted(chain.items())), extra, *context)
     finally:
         lm.clear()
 

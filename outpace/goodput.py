@@ -44,6 +44,7 @@ class State(Memory):
     asked_at: int | None = None  # tokens there were when the draft model was last asked
     probing: bool = False
     drafted: bool = False  # the draft model has read the prompt
+    unpaid: bool = False  # the draft model was not worth asking for this pass
     reach: float = 1.0  # chance that all that the draft model drafted for this pass is accepted
     tokens: float = 1.0  # that this pass is expected to commit by it
 
@@ -58,6 +59,8 @@ class Goodput(Policy):
     _measured: Meter | None = field(default=None, init=False, repr=False)
     _worth: float | None = field(default=None, init=False, repr=False)  # the same, of all requests
     _rows: int = field(default=1, init=False, repr=False)  # requests in the last pass
+    _passes: int = field(default=0, init=False, repr=False)
+    _bare: bool = field(default=False, init=False, repr=False)  # there was no guess in the last pass
     _probed: float = field(default=0.0, init=False, repr=False)  # seconds
     _unseen: bool = field(default=False, init=False, repr=False)  # the draft model runs on without asking `proceed`
 
@@ -102,6 +105,15 @@ class Goodput(Policy):
             return OFF
         return Budget(base.depth, min(base.nodes, nodes), base.width, None if source is None else 0)
 
+    def rests(self, seq: Sequence) -> bool:
+        if self.costs is None:
+            return super().rests(seq)
+        state = seq.memory(self, State)
+        off = seq.drafter.model_source is None
+        if state.unpaid and state.asked_at is not None:
+            off = len(seq.tokens) + 1 - state.asked_at < state.wait
+        return off and state.rest > 0
+
     def _levels(self, seq: Sequence, state: State, source: str, most: int) -> int:
         """How deep to ask the draft model: as deep as it goes if it pays, a little if it is time to try again."""
         price, rows = self._meter.prices(self._rows, len(seq.tokens)), self._rows
@@ -112,7 +124,7 @@ class Goodput(Policy):
             tokens += reach
             speedup = tokens * plain / (price(rows * depth) + depth * level + self._asking)
             best, deepest = max((best, deepest), (speedup, depth))
-        state.reach, state.tokens, state.probing = 1.0, 1.0, False
+        state.reach, state.tokens, state.probing, state.unpaid = 1.0, 1.0, False, False
         if best > max(1.0, state.alone) * (1 + self.margin):
             state.wait, state.asked_at = FIRST_WAIT, len(seq.tokens)
             return deepest if self._unseen else most
@@ -121,6 +133,7 @@ class Goodput(Policy):
         cost = (PROBE + 1) * level + price(rows * PROBE) - plain  # one more to read what it has missed
         waited = len(seq.tokens) - state.asked_at >= state.wait
         if not waited or self._probed + cost > PROBING * self._meter.elapsed:
+            state.unpaid = True
             return 0
         self._probed += cost
         state.wait, state.asked_at, state.probing = 2 * state.wait, len(seq.tokens), True
@@ -152,7 +165,7 @@ class Goodput(Policy):
     def prune(self, seqs: Seq[Sequence], trees: Seq[Tree], budgets: Seq[Budget], rows: int) -> list[Tree]:
         if self.costs is None:
             return super().prune(seqs, trees, budgets, rows)
-        self._rows, meter = rows, self._meter
+        self._rows, self._passes, meter = rows, self._passes + 1, self._meter
         meter.read()
         context = sum(len(seq.tokens) for seq in seqs) // len(seqs)
         found, whole = list(trees), len(seqs) == rows  # else there is more in the pass than is planned here
@@ -163,7 +176,8 @@ class Goodput(Policy):
             else:
                 tree.decision = RESTING
         if not plans:
-            meter.start(Watch(seqs[0], 0, 0, rows * whole), rows, context)
+            meter.start(Watch(seqs[0], 0, 0, rows * whole, self._bare and _overlaps(seqs[0])), rows, context)
+            self._bare = True
             return found
         asked, levels = list(plans.values()), max(plan.levels for plan in plans.values())
         # Rows of a batch end at different times, so what some of them gain shortens the whole by less.
@@ -174,6 +188,7 @@ class Goodput(Policy):
         meter.start(Watch(seqs[0], len(asked) * known, levels * known, tokens * known * whole), rows, context)
         for i, plan in plans.items():
             found[i] = plan.verified(speedup)
+        self._bare = tokens == len(seqs)
         return found
 
     def _decide(self, offer: Pass, plans: list[Plan], asking: float, levels: int) -> float:
@@ -217,27 +232,43 @@ class Goodput(Policy):
     def _settle(self, offer: Pass, plans: list[Plan], alone: float) -> None:
         """What this proposal was worth decides when the drafter is asked again."""
         plain, asking = offer.seconds(0), self._meter.asking.get(0.0)
+        exposed = self._meter.exposed(plain, offer.rows) if _overlaps(plans[0].seq) else 0.0
         guesses = sum(len(plan.kept) - 1 for plan in plans)
         extra = (offer.seconds(guesses) - plain) / max(guesses, 1)  # seconds of a guess
-        longest = min(LONGEST_REST, int(offer.rows * asking / (IDLE * plain)))
+        gains = []
         for plan in plans:
             state = plan.seq.memory(self, State)
-            saved = (plan.expected - 1) * plain / offer.rows - (len(plan.kept) - 1) * extra
+            saved = (plan.expected - 1) * (plain - exposed) / offer.rows - (len(plan.kept) - 1) * extra
             if state.worth is None:
                 state.worth = self._worth if self._worth is not None else 2 * asking
             state.worth += FOLLOW * (saved - state.worth)
             self._worth = state.worth if self._worth is None else self._worth + FOLLOW_ALL * (saved - self._worth)
             state.alone += FOLLOW * (alone - state.alone)
-            pays = max(saved, state.worth) > asking
+            gains.append(max(saved, state.worth) - asking)
+        # Whoever is asked keeps the pass of all from beginning ahead, so together they must be worth that.
+        pays = sum(gain for gain in gains if gain > 0) > exposed
+        longest = min(LONGEST_REST, int((offer.rows * asking + exposed) / (IDLE * plain)))
+        for plan, gain in zip(plans, gains, strict=True):
+            state = plan.seq.memory(self, State)
             # A batch sees as many guesses in one pass as a request alone in many, so it rests longer at once.
-            state.pause = 0 if pays else min(longest, 2 * state.pause + max(1, offer.rows // 8))
-            state.rest = state.pause
+            longer = _round(min(longest, 2 * state.pause + max(1, offer.rows // 2)))
+            state.pause = 0 if pays and gain > 0 else longer
+            state.rest = state.pause - self._passes % (state.pause + 1)  # all end their rests in the same passes
 
     def observe(self, seq: Sequence, step: Step) -> None:
         if self.costs is not None:
             state = seq.memory(self, State)
             for token in step.tokens if state.proposals else ():
                 state.judge(token, self._calibrator, seq.drafter.model_source)
+
+
+def _overlaps(seq: Sequence) -> bool:
+    return seq.target is not None and seq.target.asynchronous
+
+
+def _round(pause: int) -> int:
+    """Down to one less than a power of two."""
+    return (1 << (pause + 1).bit_length() - 1) - 1
 
 
 def _said(tree: Tree, node: int) -> float | None:

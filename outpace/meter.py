@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from outpace.costs import Costs
 from outpace.sequence import Sequence
 
-SIZES = 8  # of passes: 1, 2, up to 4, 8, 16 ... tokens
+SIZES = 10  # of passes: 1, 2, up to 4, 8, 16 ... tokens
 FORGET = 256  # passes after which what was seen of a size counts for half
+EXPOSED = 0.05  # share of a pass that the host adds where it is not hidden, before that was measured
 DOUBT = 3.0  # passes of one size that it takes to believe that it differs from the others
 
 
@@ -41,6 +42,7 @@ class Watch:
     asked: int  # rows whose drafter was asked
     levels: int  # of a draft model
     tokens: int  # in the pass; 0: there is more in it than was planned
+    ahead: bool = False  # it began before the pass before it was read
     expected: float = 0.0  # seconds of the pass itself
     passes: int = field(init=False)
     before: tuple[float, float] = field(init=False)
@@ -94,6 +96,7 @@ class Meter:
     asking: Recent = field(default_factory=Recent)  # seconds of asking a drafter for a row, draft models aside
     level: Recent = field(default_factory=Recent)  # seconds of a level of a draft model
     drift: Drift = field(default_factory=Drift)
+    hidden: Recent = field(default_factory=lambda: Recent(17))  # the same of passes that began ahead
     elapsed: float = 0.0
     watch: Watch | None = None
 
@@ -103,6 +106,11 @@ class Meter:
         fixed = self.costs.seconds(rows, rows, context) - curve[min(rows, last)]
         each = self.costs.seconds(rows + 1, rows, context) - fixed - curve[min(rows + 1, last)]
         return lambda n: (curve[min(rows + n, last)] + fixed + each * n) * ratios[size(rows + n)]
+
+    def exposed(self, plain: float, rows: int) -> float:
+        """Seconds that a pass without guesses takes longer when it cannot begin ahead, of `plain` in all."""
+        usual = self.drift.ratios()[size(rows)]
+        return max(0.0, plain * (1 - self.hidden.get((1 - EXPOSED) * usual) / usual))
 
     def start(self, watch: Watch, rows: int, context: int) -> None:
         """A pass begins."""
@@ -121,5 +129,7 @@ class Meter:
             self.level.add(max(0.0, guessing - watch.asked * self.asking.get(0.0)) / watch.levels)
         elif watch.asked:
             self.asking.add(guessing / watch.asked)
-        if watch.tokens:
+        if watch.tokens and watch.ahead:
+            self.hidden.add(passing / watch.expected)
+        elif watch.tokens:
             self.drift.add(watch.tokens, passing / watch.expected)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,8 @@ from outpace.calibration import LEVELS, Calibrator, Local, Memory, Proposal, kin
 from outpace.costs import FORMAT, SHORT, SIZES, Costs, identity, measure, of
 from outpace.drafter import Drafter
 from outpace.errors import CacheFull, UsageError
-from outpace.goodput import PROBING, Goodput
-from outpace.meter import Drift, Meter, Recent
+from outpace.goodput import PROBING, Goodput, State
+from outpace.meter import Drift, Meter, Recent, Watch
 from outpace.methods.auto import Auto, merge
 from outpace.methods.suffix import Suffix
 from outpace.models.base import LM, Guess, Job, Output, Picks, Reference, Scores, Shape
@@ -174,6 +176,13 @@ def test_what_context_costs_a_pass_and_each_token_in_it() -> None:
     assert found.context == pytest.approx(true.context, rel=0.01) and found.each == pytest.approx(true.each, rel=0.01)
 
 
+def test_large_passes_are_measured_with_several_requests() -> None:
+    time, true = Time(), Costs(((1, 0.01), (64, 0.02), (128, 0.1), (256, 0.3)), batch=((4, 0.001), (16, 0.005)))
+    found = measure(Script([], true, time), 30.0, time.perf_counter)
+    for tokens, requests in ((64, 1), (128, 16), (200, 16), (256, 4)):
+        assert found.seconds(tokens, requests) == pytest.approx(true.seconds(tokens, requests))
+
+
 def test_a_slow_model_is_measured_no_longer_than_needed() -> None:
     time = Time()
     lm = Script([], Costs(((1, 2.0), (16, 3.0))), time)
@@ -198,7 +207,7 @@ def test_time_to_capture_a_size_is_not_counted() -> None:
     lm = Captures([], true, time)
     lm.seen = set()
     found = measure(lm, 3.0, time.perf_counter)
-    assert len(found.chain) == 12 and time.now < 9
+    assert [n for n, _ in found.chain][-3:] == [64, 128, 256] and len(found.chain) == 14 and time.now < 9
     assert [s for _, s in found.chain] == pytest.approx([true.seconds(n) for n, _ in found.chain])
 
 
@@ -619,3 +628,37 @@ def test_decisions_are_in_the_trace(traced: Path, toy: Model) -> None:
     old = read(traced.with_name("fixed.jsonl")).requests[0].passes
     assert all(record.decision is None for record in old)
     assert describe(read(traced.with_name("fixed.jsonl")))["requests"][0]["passes"][0]["decision"] == ""
+
+
+# Passes that begin ahead
+
+
+def test_what_a_pass_that_begins_ahead_saves() -> None:
+    meter, seq = Meter(Costs(((1, 2.0), (8, 4.0)))), sequence()
+    assert meter.exposed(2.0, 1) == pytest.approx(0.1)  # a guess, before any was seen
+    for ahead, spent in ((False, 3.0), (True, 2.4)) * 9:
+        meter.start(Watch(seq, 0, 0, 1, ahead), 1, 0)
+        seq.stats.passes += 1
+        seq.stats.seconds["score"] = seq.stats.seconds.get("score", 0.0) + spent
+        meter.read()
+    assert meter.prices(1, 0)(0) == pytest.approx(3.0) and meter.exposed(3.0, 1) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_requests_rest_together_and_longer_where_asking_keeps_passes_from_beginning_ahead(overlaps: bool) -> None:
+    policy = Goodput(costs=Costs(((1, 1.0), (64, 30.0))))
+    policy._meter.asking.add(0.01)
+    seqs = [sequence(policy=policy) for _ in range(4)]
+    asked: list[list[int]] = [[] for _ in seqs]
+    for now in range(200):
+        there = seqs[: 1 + now // 5]  # they join one after the other
+        for seq in there:
+            seq.target = SimpleNamespace(asynchronous=overlaps)  # type: ignore[assignment]
+        budgets = [policy.budget(seq) for seq in there]
+        for seq, budget, passes in zip(there, budgets, asked, strict=False):
+            passes += [now] * (budget.depth > 0)
+            assert policy.rests(seq) == (seq.memory(policy, State).rest > 0)
+        policy.prune(there, [chain(0.001) if b.depth else Tree([2]) for b in budgets], budgets, len(there))
+    late = [[now for now in passes if now >= 100] for passes in asked]
+    assert all(found == late[0] for found in late)
+    assert {after - before for before, after in pairwise(late[0])} == {8 if overlaps else 4}
