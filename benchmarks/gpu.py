@@ -10,6 +10,7 @@ makes of it, with text of a small model that was grown to the large shape.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import random
 import statistics
@@ -114,6 +115,8 @@ def wrapped(model: LlamaForCausalLM) -> outpace.Model:
     start = time.perf_counter()
     found = outpace.wrap(model, eager=False)
     assert isinstance(found.lm, GraphLM), "the model runs eagerly"
+    gc.collect()
+    gc.freeze()  # as the command line does
     say(f"compiled and compared in {time.perf_counter() - start:.1f} s")
     return found
 
@@ -132,7 +135,7 @@ def passes(shape: str, contexts: list[int]) -> None:
         first = 0.0
         for size in (1, 2, 4, 8, 16, 32, 64):
             wall = wall_seconds(partial(choose, lm, row, size))
-            alone = gpu_seconds(next(reversed(lm._graphs.values())).graph.replay)
+            alone = gpu_seconds(next(reversed(lm._graphs.values())).replay)
             first = first or alone
             say(
                 f"  {size:3d} rows: {alone * 1e3:6.3f} ms, {alone / first:.2f} of one row, {alone / limit:.2f} of the "
@@ -215,13 +218,24 @@ def speculation(small: str, count: int) -> None:
         lm = model.lm
         row = lm.acquire(given[0])
         lm.sync([given[0]], [row])
-        wide, narrow = (wall_seconds(partial(choose, lm, row, size)) for size in (depth + 1, 1))
+        spent = wall_seconds(partial(choose, lm, row, depth + 1))
         lm.release(row)
         say(
             f"chance {chance:.1f}, depth {depth}: {per_pass:.2f} tokens a pass, {fast:.1f} tokens/s, "
-            f"{fast / plain:.2f} of plain; passes alone predict {per_pass * narrow / wide:.2f}; "
-            f"same text: {again == tokens}"
+            f"{fast / plain:.2f} of plain; passes alone predict {per_pass / spent:.1f} tokens/s; "
+            f"{parting(model, given, tokens[0], again[0])}"
         )
+
+
+def parting(model: outpace.Model, given: list[list[int]], due: list[int], found: list[int]) -> str:
+    """Where two texts part, and by how much the likelier of the two tokens was ahead in plain decoding."""
+    at = next((i for i, (a, b) in enumerate(zip(due, found, strict=True)) if a != b), None)
+    if at is None:
+        return "same text"
+    plain = model.generate(given, method="plain", max_tokens=at + 1, ignore_eos=True, logprobs=5)[0]
+    top = plain.logprobs[at].top
+    gap = f"{top[due[at]] - top[found[at]]:.4f}" if found[at] in top else f"over {top[due[at]] - min(top.values()):.4f}"
+    return f"parts at token {at}, where the choices are {gap} apart"
 
 
 def batches(small: str, count: int, chances: list[float]) -> None:
