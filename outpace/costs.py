@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outpace.errors import CacheFull
+from outpace.files import write_whole
 from outpace.sample import Pick
 from outpace.tree import Tree
 from outpace.version import __version__
@@ -73,14 +73,8 @@ class Costs:
         return tuple(zip([t for t, _ in points], accumulate((s for _, s in points), min), strict=True))[::-1]
 
     def save(self, path: Path, key: dict[str, str]) -> None:
-        """Write the file whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            draft.write_text(json.dumps({"format": FORMAT, "key": key, **asdict(self)}), encoding="utf-8")
-            os.replace(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_whole(path, json.dumps({"format": FORMAT, "key": key, **asdict(self)}))
 
     @classmethod
     def load(cls, path: Path, key: dict[str, str]) -> Costs | None:

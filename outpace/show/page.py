@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from outpace.errors import OutpaceError
+from outpace.files import write_whole
 from outpace.sample import Sampling
 from outpace.stats import Stats
 from outpace.trace import Pass, RequestTrace, Trace, reason
@@ -144,12 +144,9 @@ def html(data: PageData) -> str:
 def write(trace: Trace, path: Path) -> None:
     """Write the page whole or not at all."""
     text = html(describe(trace))
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+        write_whole(path, text)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise OutpaceError(f"cannot write the page: {error}") from error
 
 
