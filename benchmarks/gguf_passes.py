@@ -21,6 +21,7 @@ from cyllama.llama import llama_cpp as library
 from gguf_contestants import usual
 from torch import Tensor
 
+from outpace.gguf.order import faster
 from outpace.gguf.runtime import Entry, File, Runtime
 
 SIZES = (1, 2, 3, 4, 8, 16)
@@ -31,7 +32,7 @@ class Ours:
     """Passes over one text with our settings."""
 
     def __init__(self, path: Path):
-        self.runtime = Runtime(File(path), CELLS)
+        self.runtime = Runtime(faster(path, None), CELLS)
 
     def decode(self, tokens: list[int], first: int) -> None:
         self.runtime.decode([Entry(token, first + i, [0], True) for i, token in enumerate(tokens)])

@@ -16,6 +16,7 @@ import outpace
 from outpace import registry
 from outpace.api import Model
 from outpace.costs import Costs
+from outpace.gguf.runtime import File
 from outpace.models.base import LM
 from outpace.testing import ToyLM
 
@@ -40,6 +41,7 @@ def costs() -> Iterator[Costs]:
     made_up = Costs(((1, 1.0), (8, 1.3), (64, 4.0)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("outpace.costs.of", lambda lm, name="": made_up)
+        patch.setattr("outpace.gguf.order.faster", File)  # as the file has it
         yield made_up
 
 

@@ -15,8 +15,10 @@ from outpace import registry, shelf
 from outpace.api import Model
 from outpace.cli import app
 from outpace.errors import CacheFull, Headless, OutpaceError, UnsupportedModel, UsageError
+from outpace.gguf import order, text as reading
 from outpace.gguf.lm import ROWS, UNREAD, LlamaLM, Rows
-from outpace.gguf.runtime import BF16, Entry, File, Runtime
+from outpace.gguf.order import faster
+from outpace.gguf.runtime import BATCH, BF16, FEW, Entry, File, Runtime
 from outpace.gguf.text import PROBES, LlamaTokenizer, tokenizer
 from outpace.text import encode
 from outpace.tree import Tree
@@ -37,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 DEEP = {"eagle3", "mtp", "medusa", "block", "layerskip", "pruned", "via_sd"}  # they need more than tokens and logits
 TOKENS = 16
 METHODS = [name for name in LOSSLESS if name not in DEEP]
-FEW = {
+SMALL = {
     "draft": {"depth": 3},
     "lookahead": {"window": 2, "guesses": 2},
     "recycling": {"nodes": 8},
@@ -65,7 +67,14 @@ def plain(model: Model) -> dict[str, list[list[int]]]:
 
 def options(name: str, draft: Any) -> dict[str, Any]:
     known = registry.options(registry.find(name))
-    return ({"draft": draft} if "draft" in known else {}) | FEW.get(name, {})
+    return ({"draft": draft} if "draft" in known else {}) | SMALL.get(name, {})
+
+
+def q4_k(random: np.random.Generator, size: tuple[int, int]) -> Any:
+    """Random weights in blocks of 256: two scales, those of eight parts, and four bits a weight."""
+    blocks = random.integers(0, 256, (size[0], size[1] // 256, 144), dtype=np.uint8)
+    blocks[..., :4] = np.array([2e-4, 1e-3], dtype=np.float16).view(np.uint8)
+    return blocks.reshape(size[0], -1)
 
 
 def written(path: Path, kind: str, heads: int = 2) -> Path:
@@ -75,22 +84,24 @@ def written(path: Path, kind: str, heads: int = 2) -> Path:
     numbers, random = gguf.GGMLQuantizationType[kind], np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(512)
-    writer.add_embedding_length(64)
+    width = 256 if kind == "Q4_K" else 64
+    writer.add_embedding_length(width)
     writer.add_block_count(2)
-    writer.add_feed_forward_length(128)
+    writer.add_feed_forward_length(2 * width)
     writer.add_head_count(heads)
     writer.add_head_count_kv(heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(96)
     writer.add_tokenizer_model("none")
-    sizes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (64, 64))
-    sizes |= {"ffn_gate": (128, 64), "ffn_up": (128, 64), "ffn_down": (64, 128)}
+    sizes = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (width, width))
+    sizes |= {"ffn_gate": (2 * width, width), "ffn_up": (2 * width, width), "ffn_down": (width, 2 * width)}
     matrices = {f"blk.{i}.{name}.weight": size for i in range(2) for name, size in sizes.items()}
-    for name, size in ({"token_embd.weight": (96, 64), "output.weight": (96, 64)} | matrices).items():
+    for name, size in ({"token_embd.weight": (96, width), "output.weight": (96, width)} | matrices).items():
         values = random.normal(0, 0.2, size).astype(np.float32)
-        writer.add_tensor(name, gguf.quants.quantize(values, numbers), raw_dtype=numbers)
+        raw = q4_k(random, size) if kind == "Q4_K" else gguf.quants.quantize(values, numbers)
+        writer.add_tensor(name, raw, raw_dtype=numbers)
     for name in ["output_norm.weight", *(f"blk.{i}.{part}_norm.weight" for i in range(2) for part in ("attn", "ffn"))]:
-        writer.add_tensor(name, np.ones(64, dtype=np.float32))
+        writer.add_tensor(name, np.ones(width, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -191,7 +202,7 @@ def test_bits_do_not_depend_on_what_else_is_scored(file: File) -> None:
     assert_same_bits(LlamaLM(file), file.vocab)
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q4_K"])
 def test_weights_of_any_kind_have_the_same_bits(kind: str, tmp_path: Path) -> None:
     """Where llama.cpp multiplies one token differently from several, none is alone."""
     path = written(tmp_path / f"{kind}.gguf", kind)
@@ -204,6 +215,55 @@ def test_weights_of_any_kind_have_the_same_bits(kind: str, tmp_path: Path) -> No
     for method in ("suffix", "recycling"):
         found = model.generate([[1, 2, 3, 1, 2], [4] * 9], method=method, max_tokens=40)
         assert [done.tokens for done in found] == [done.tokens for done in plain]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K"])
+def test_reordered_weights_have_the_same_bits_in_calls_of_a_few(kind: str, tmp_path: Path) -> None:
+    file = File(written(tmp_path / f"{kind}.gguf", kind), together=FEW)
+    assert file.together == FEW and not file.paired
+    lm, prompts = LlamaLM(file), [[1, 2, 3, 1, 2], [4] * 9, [7, 8], [9, 1, 9, 1, 9], [5]]
+    assert_same_bits(lm, file.vocab)
+    model = Model(lm, None, set(), kind)
+    for given in ({}, {"temperature": 0.8, "seed": 2}):
+        alone = [model.generate(prompt, method="plain", max_tokens=30, **given).tokens for prompt in prompts]
+        for method in ("plain", "suffix", "recycling", "auto"):
+            assert [done.tokens for done in model.generate(prompts, method=method, max_tokens=30, **given)] == alone
+
+
+def test_a_pass_of_several_calls_says_what_each_of_them_said(tmp_path: Path) -> None:
+    file = File(written(tmp_path / "model.gguf", "Q8_0"), together=FEW)
+    entries = [Entry(token, i, [0], i != 2) for i, token in enumerate([5, 6, 7, 8, 9, 10, 11])]
+    runtime, alone = Runtime(file, 256), Runtime(file, 256)
+    runtime.decode(entries)
+    for i, entry in enumerate(entries):
+        alone.decode([entry])
+        if entry.wanted:
+            assert torch.equal(runtime.logits(i), alone.logits(0)) and runtime.greedy(i) == alone.greedy(0)
+    runtime.decode([Entry(1, 7, [0], True)])
+    assert runtime.logits(0).argmax() == runtime.greedy(0)
+
+
+def test_the_faster_order_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, timed = written(tmp_path / "model.gguf", "Q8_0"), list[int]()
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(order, "_worth", lambda *files: timed.append(1) or True)
+    monkeypatch.setattr(order, "_alike", lambda file: False)
+    assert [faster(path, False).together for _ in range(2)] == [FEW] * 2 and timed == [1]
+    for kept in (tmp_path / "cache").rglob("*.json"):
+        kept.write_text("{")
+    monkeypatch.setattr(order, "_worth", lambda *files: timed.append(2) or False)
+    assert [faster(path, False).together for _ in range(2)] == [BATCH] * 2 and timed == [1, 2]
+    path.touch()  # another file, perhaps
+    monkeypatch.setattr(order, "free", lambda device: 0)
+    assert faster(path, False).together == BATCH and timed == [1, 2]  # there is no room for both
+    with pytest.raises(OutpaceError, match="there is no file"):
+        faster(tmp_path / "gone.gguf", False)
+
+
+def test_both_orders_are_tried_on_single_tokens_and_on_many(file: File) -> None:
+    assert order._worth(file, file) in (True, False) and order._processor()
+    few = File(file.path, together=FEW)  # of Q4_1, which llama.cpp leaves as it is
+    assert order._alike(few)
 
 
 def test_heads_of_an_odd_size_have_a_cache_in_bfloat16(tmp_path: Path) -> None:
@@ -240,6 +300,7 @@ def test_logits_are_fetched_when_they_are_looked_at(file: File) -> None:
     rows = Rows(runtime, [0, 1, 2])
     assert len(rows) == 3 and not rows.is_cuda and rows[-1].argmax() == runtime.greedy(2)
     assert rows.shape == (3, file.vocab) and torch.equal(rows[1:], torch.stack([rows[1], rows[2]]))
+    assert torch.equal(torch.nn.functional.pad(rows, (0, 2), value=1.0)[:, :-2], rows[:])
     stale = Rows(runtime, [0])
     runtime.decode([Entry(8, 3, [0], True)])
     with pytest.raises(AssertionError, match="before the next pass"):
@@ -271,6 +332,21 @@ def test_text_is_split_as_the_model_learnt_it(model: Model, file: File, smollm2:
     assert own.encode(spelled) == own.apply_chat_template(chat, add_generation_prompt=True)
     assert own.decode([1, 905], skip_special_tokens=True) == own.decode([905]) and len(own) == file.vocab
     assert 2 in model.stop_tokens
+
+
+def test_a_tokenizer_is_read_from_its_file_once(file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    read, first = reading._transformers, tokenizer(file)
+    monkeypatch.setattr(reading, "_transformers", None)  # who read it would call it
+    again = tokenizer(file)
+    for said in (*PROBES, "<|im_start|>user\n1234"):
+        assert again.encode(said) == first.encode(said) and again.decode(first.encode(said)) == said
+    assert again.apply_chat_template(TEXTS[1], tokenize=False) == first.apply_chat_template(TEXTS[1], tokenize=False)
+    assert again.all_special_ids == first.all_special_ids and again.eos_token_id == first.eos_token_id
+    monkeypatch.setattr(reading, "_transformers", read)
+    (kept,) = tmp_path.rglob("tokenizer.json")
+    kept.write_text("{")
+    assert tokenizer(file).encode(PROBES[0]) == first.encode(PROBES[0]) and len(kept.read_text()) > 1000
 
 
 def test_bad_files_and_settings_get_an_answer(tmp_path: Path) -> None:

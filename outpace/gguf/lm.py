@@ -55,6 +55,10 @@ class Rows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._whole, name)
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, given: tuple[Any, ...], named: Any = None) -> Any:
+        return function(*(one._whole if isinstance(one, cls) else one for one in given), **(named or {}))
+
 
 class Likeliest(Seq[int]):
     """The likeliest token of each node, found when it is asked for: below a guess that was wrong nobody asks."""
@@ -105,7 +109,8 @@ class LlamaLM(SlotLM):
 
     @property
     def fingerprint(self) -> str:
-        return f"{self.file.model.desc}, {self.file.model.size} bytes, {torch.get_num_threads()} threads"
+        model, together = self.file.model, self.file.together
+        return f"{model.desc}, {model.size} bytes, {torch.get_num_threads()} threads, calls of {together}"
 
     def memory(self, tokens: int) -> Memory:
         return Memory(self.file.model.size, self.file.token_bytes, tokens, self.most * self.file.token_bytes)

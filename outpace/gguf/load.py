@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outpace.api import Model
+from outpace.gguf import order
 from outpace.gguf.lm import LlamaLM
 from outpace.gguf.runtime import File
 from outpace.gguf.text import tokenizer
@@ -12,6 +13,7 @@ from outpace.gguf.text import tokenizer
 
 def load(path: Path, device: str | None = None, cache_limit: int | None = None, exact: bool = True) -> Model:
     """`device`: cpu, or any other name for all layers on the GPU that this build of llama.cpp has."""
-    file = File(path, None if device is None else not device.startswith("cpu"), exact)
+    offload = None if device is None else not device.startswith("cpu")
+    file = order.faster(path, offload) if exact else File(path, offload, exact=False)
     ends = {token for token in range(file.vocab) if file.tokens.is_eog(token)}
     return Model(LlamaLM(file, cache_limit), tokenizer(file), ends, path.stem)

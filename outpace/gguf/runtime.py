@@ -3,7 +3,8 @@
 What a token says must not depend on how many others are scored with it, or answers would differ with and without
 speculation. With llama.cpp's default settings it does. With flash attention over keys in q8_0 and values in float16 it
 does not, and is as fast: so that is what we use. Only weights of 16 and 32 bits are still multiplied in another way for
-one token than for several, and a token of such a model never comes alone (docs/gguf.md).
+one token than for several, and a token of such a model never comes alone; and weights that llama.cpp has put in another
+order, in another way for four and more, which then come in several calls (docs/gguf.md).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from outpace.errors import OutpaceError, UnsupportedModel
 
 BATCH, PART = 2048, 512  # most tokens of a pass, and of what llama.cpp computes of it at a time
+FEW = 3  # tokens of a call that reordered weights are multiplied with one by one
 SEQUENCES = 256  # as many as llama.cpp tells apart
 COMPANY = SEQUENCES - 1  # the last one: of tokens that are there so that another one is not alone
 PROBE = tuple(range(1, 9))  # tokens
@@ -46,11 +48,19 @@ class Entry(NamedTuple):
     wanted: bool = False  # whether it has a say
 
 
+class Said(NamedTuple):
+    """What a call said behind one of its entries."""
+
+    logits: Tensor  # [vocab]
+    likeliest: int
+
+
 class File:
     """The model in a GGUF file."""
 
-    def __init__(self, path: Path, offload: bool | None = None, exact: bool = True):
-        """`offload`: to a GPU, where this build of llama.cpp has one; None: if it has."""
+    def __init__(self, path: Path, offload: bool | None = None, exact: bool = True, together: int | None = None):
+        """`offload`: to a GPU, where this build of llama.cpp has one; None: if it has. `together`: weights in the
+        order that llama.cpp likes on this processor, as without `exact`, but in calls of at most so many tokens."""
         library = _library()
         if not path.is_file():
             raise OutpaceError(f"there is no file {str(path)!r}")
@@ -66,7 +76,7 @@ class File:
 
         given = library.LlamaModelParams()
         given.n_gpu_layers = 0 if offload is False or not library.llama_supports_gpu_offload() else 1 << 10
-        given.use_extra_bufts = not exact  # weights in another order are read differently by passes of four tokens on
+        given.use_extra_bufts = together is not None or not exact
         try:
             self.model = Model(str(path), given)
         except (ValueError, RuntimeError, OSError) as error:
@@ -78,6 +88,7 @@ class File:
             raise UnsupportedModel(
                 f"{path.name} keeps a recurrent state, which llama.cpp cannot take back: run it as a Transformers model"
             )
+        self.together = together or BATCH  # most tokens of a call
         self.paired = False  # whether no token may come alone
         self.paired = exact and self._alone_is_different()
 
@@ -129,7 +140,7 @@ class File:
 class Runtime:
     """A cache of so many cells, and passes over it. Cells are taken in order, as long as none before them is free."""
 
-    def __init__(self, file: File, cells: int):
+    def __init__(self, file: File, cells: int, together: int | None = None):
         library = _library()
         given = library.LlamaContextParams()
         given.n_ctx, given.n_batch, given.n_ubatch, given.n_seq_max = cells, BATCH, PART, SEQUENCES
@@ -145,13 +156,26 @@ class Runtime:
         self._batch = library.LlamaBatch(n_tokens=BATCH, embd=0, n_seq_max=SEQUENCES)
         self._greedy = library.LlamaSampler()
         self._greedy.add_greedy()
-        self.cells, self.passes, self._paired = cells, 0, file.paired
+        self.cells, self.passes, self._paired, self._together = cells, 0, file.paired, together or file.together
+        self._first = 0  # entry of the last call
+        self._said: dict[int, Said] = {}  # by those before it
 
     def decode(self, entries: Seq[Entry]) -> None:
+        """A pass: a call, or several, where too many would say something else together."""
+        self.passes += 1
+        self._said, calls = {}, range(0, len(entries), self._together)
+        for first in calls:
+            part = entries[first : first + self._together]
+            self._call(part)
+            self._first = first
+            if first != calls[-1]:  # the next call forgets what this one says
+                said = {first + i: Said(self._logits(i), self._likeliest(i)) for i, e in enumerate(part) if e.wanted}
+                self._said |= said
+
+    def _call(self, entries: Seq[Entry]) -> None:
         self._batch.clear()
         for entry in entries:
             self._batch.add(*entry)
-        self.passes += 1
         if self._paired and (len(entries) == 1 or sum(entry.wanted for entry in entries) == 1):
             self._batch.add(entries[0].token, 0, [COMPANY], True)
             self._context.decode(self._batch)
@@ -161,10 +185,16 @@ class Runtime:
 
     def logits(self, index: int) -> Tensor:  # [vocab]
         """What the pass said behind one of its entries."""
-        return torch.frombuffer(array("f", self._context.get_logits_ith(index)), dtype=torch.float32)
+        return self._said[index].logits if index < self._first else self._logits(index - self._first)
 
     def greedy(self, index: int) -> int:
         """The likeliest token there, found without handing all of them over."""
+        return self._said[index].likeliest if index < self._first else self._likeliest(index - self._first)
+
+    def _logits(self, index: int) -> Tensor:  # [vocab]
+        return torch.frombuffer(array("f", self._context.get_logits_ith(index)), dtype=torch.float32)
+
+    def _likeliest(self, index: int) -> int:
         return self._greedy.sample(self._context, index)
 
     def share(self, source: int, target: int, first: int, end: int) -> None:
@@ -177,6 +207,12 @@ class Runtime:
 
     def clear(self) -> None:
         self._context.kv_cache_clear()
+
+
+def identity(path: Path) -> str:
+    """What tells a file from others, without reading it."""
+    at = path.stat()
+    return f"{path.name}, {at.st_size} bytes, {at.st_mtime_ns}"
 
 
 def _library() -> Any:

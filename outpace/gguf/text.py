@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import shutil
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from outpace.gguf.runtime import File
+from outpace.gguf.runtime import File, identity
+from outpace.shelf import cache_dir
 
 logger = logging.getLogger(__name__)
 PROBES = (
@@ -18,16 +25,53 @@ PROBES = (
 def tokenizer(file: File) -> Any:
     """Grammars and drafts with another vocabulary need Transformers' tokenizer; all else works with either."""
     theirs = LlamaTokenizer(file)
+    kept = _kept(file)
+    if kept is not None and _alike(kept, theirs):
+        return kept
     try:
         ours = _transformers(file)
     except Exception as error:  # an architecture or a vocabulary that its reader does not know
         logger.info("llama.cpp's own tokenizer is used: Transformers cannot read it from the file (%s)", error)
         return theirs
-    if any(ours.encode(text, add_special_tokens=False) != theirs.encode(text, False) for text in PROBES):
+    if not _alike(ours, theirs):
         logger.info("llama.cpp's own tokenizer is used: what Transformers reads from the file splits text differently")
         return theirs
     ours.chat_template = ours.chat_template or theirs.chat_template
+    _keep(ours, file)
     return ours
+
+
+def _alike(ours: Any, theirs: LlamaTokenizer) -> bool:
+    return all(ours.encode(text, add_special_tokens=False) == theirs.encode(text, False) for text in PROBES)
+
+
+def _place(file: File) -> Path:
+    """Where a tokenizer is kept, because to read it from a file of 150,000 tokens takes 15 s."""
+    about = f"{identity(file.path)}, transformers {version('transformers')}"
+    return cache_dir() / "tokenizers" / hashlib.sha256(about.encode()).hexdigest()[:16]
+
+
+def _kept(file: File) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = _place(file)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder) if folder.is_dir() else None
+    except Exception as error:  # whatever is wrong with it, the file has another
+        logger.info("the tokenizer that was kept of %s cannot be read (%s)", file.path.name, error)
+        return None
+
+
+def _keep(ours: Any, file: File) -> None:
+    folder = _place(file)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+            ours.save_pretrained(f"{place}/new")
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(f"{place}/new", folder)
+    except OSError as error:
+        logger.warning("the tokenizer of %s could not be kept: %s", file.path.name, error)
 
 
 def _transformers(file: File) -> Any:
