@@ -93,12 +93,18 @@ class GraphLM(FastLM):
     def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
         last = self._last
         jobs = None if last is None or self.feeds else last.next(rows, picks)
-        if last is None or jobs is None or any(self.cache.capacity[job.row] < job.end for job in jobs):
+        if last is None or jobs is None or not all(self._follows(job) for job in jobs):
             return False
         try:
             return self._attempt(jobs, lambda: self._send(last, jobs)) or False
         except torch.OutOfMemoryError:
             return False  # for a graph that can be done without
+
+    def _follows(self, job: Job) -> bool:
+        """Whether it is the root that the row scored last that this comes behind, and there is room."""
+        row = self.rows[job.row]
+        behind = row.tree is not None and len(row.tree) == 1 and job.start == len(row.tokens) + 1
+        return behind and job.end <= self.cache.capacity[job.row]
 
     def _send(self, last: Last, jobs: list[Job]) -> bool:
         size = last.captured.size
