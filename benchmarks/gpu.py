@@ -10,6 +10,7 @@ makes of it, with text of a small model that was grown to the large shape.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import logging
 import random
@@ -117,6 +118,7 @@ def wrapped(model: LlamaForCausalLM) -> outpace.Model:
     assert isinstance(found.lm, GraphLM), "the model runs eagerly"
     gc.collect()
     gc.freeze()  # as the command line does
+    atexit.register(gc.unfreeze)
     say(f"compiled and compared in {time.perf_counter() - start:.1f} s")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 from collections.abc import Callable
@@ -92,6 +93,7 @@ def load_model(name: str, how: Loading) -> Model:
         model = load(name, **settings)
     gc.collect()
     gc.freeze()  # to look through all that was imported takes 0.3 s, in the middle of an answer
+    atexit.register(gc.unfreeze)  # or libraries would report all of it as lost
     spent = getattr(model.lm, "compile_seconds", 0.0)
     if spent >= WORTH_SAYING:
         stderr.print(f"[dim]compiled {name} in {spent:.0f} s; kept for the next run, `--eager` does without[/]")
