@@ -76,12 +76,12 @@ class Engine:
         try:
             while self.waiting or self.running:
                 flight = self._begin()
-                if self.overlap:
-                    yield from events
-                    events = [replace(event, scores=None) for event in self._end(flight)]
+                if self.overlap:  # the pass is on its way: now there is time
+                    yield from (replace(event, scores=None) for event in events)
+                    events = self._end(flight)
                 else:
                     yield from self._end(flight)
-            yield from events
+            yield from (replace(event, scores=None) for event in events)
         finally:
             for seq in [*self.waiting, *self.running]:
                 self.cancel(seq)

@@ -65,6 +65,9 @@ class Staging:
 
     def send(self) -> None:
         self.given.copy_(self._buffers[self._turn], non_blocking=True)
+
+    def sent(self) -> None:
+        """Behind `send`, when the device has something to do: this asks for the stream, which takes a while."""
         self._read[self._turn].record()
 
 
@@ -77,6 +80,11 @@ class Captured:
     entering: Tensor | None  # [tokens, hidden]: states that enter, behind the first layer or beside the tokens
     read: Tensor  # [3, tokens]: the choices on the host, pinned
     size: Size
+
+    def launch(self) -> None:
+        """Run it with what was staged."""
+        self.replay()
+        self.staging.sent()
 
     @property
     def left(self) -> Left:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outpace.models.graph import GraphLM
 
 MOST_STEPS = 32
+LENGTH, HEAT, STEP = 1, 4, 5  # among what is given
 
 
 class Link(NamedTuple):
@@ -40,10 +41,12 @@ class Link(NamedTuple):
 class State(NamedTuple):
     """What the graph reads and advances."""
 
-    staged: Tensor  # [6, slots], pinned: token, length, base, 1 for a live slot, temperature, step
+    staged: (
+        Tensor  # [2, 6, slots], pinned: token, length, base, 1 for a live slot, temperature, step; what each grows by
+    )
     given: Tensor  # the same on the device
     noise: Tensor  # [steps, slots, 2]
-    out: Tensor  # [steps, 2, slots]: choices and their probabilities
+    out: Tensor  # [steps, 3, slots]: choices, largest logits, probabilities of the choices
     states: Tensor | None  # [steps, slots, hidden]: what leaves a span of layers
     entering: Tensor | None  # [slots, hidden]: what a model that takes states feeds back to itself
 
@@ -52,9 +55,9 @@ class State(NamedTuple):
         device, dtype, width = lm.device, lm.model.dtype, lm.quick.config.get_text_config().hidden_size
         states = torch.zeros(MOST_STEPS, slots, width, dtype=dtype, device=device) if span is not None else None
         entering = torch.zeros(slots, width, dtype=dtype, device=device) if lm.feeds else None
-        staged = torch.zeros(6, slots, dtype=torch.int64, pin_memory=True)
+        staged = torch.zeros(2, 6, slots, dtype=torch.int64, pin_memory=True)
         noise = torch.zeros(MOST_STEPS, slots, 2, dtype=torch.int64, device=device)
-        out = torch.zeros(MOST_STEPS, 2, slots, dtype=torch.float64, device=device)
+        out = torch.zeros(MOST_STEPS, 3, slots, dtype=torch.float64, device=device)
         return cls(staged, staged.to(device), noise, out, states, entering)
 
 
@@ -87,7 +90,7 @@ class Chains:
         self._begin(state, links, steps)
         for _ in range(steps):
             advance()
-        tokens, probs = state.out[:steps, :, : len(links)].transpose(0, 1).tolist()
+        tokens, _, probs = state.out[:steps, :, : len(links)].transpose(0, 1).tolist()
         drawn = []
         for i in range(len(links)):
             # A step follows the guess before it, and the first one follows a guess that was made before the chain.
@@ -99,12 +102,14 @@ class Chains:
         """Where every row stands, in one copy; and the words of the noise, where there is any."""
         state.staged.zero_()
         rows = [[link.token, link.length, link.base, 1] for link in links]
-        state.staged[:4, : len(rows)] = torch.tensor(rows).T
+        state.staged[0, :4, : len(rows)] = torch.tensor(rows).T
+        state.staged[1, LENGTH, : len(rows)] = 1
+        state.staged[1, STEP] = 1
         heat = torch.tensor([link.pick.temperature for link in links], dtype=torch.float64)
-        state.staged[4, : len(rows)] = heat.view(torch.int64)
+        state.staged[0, HEAT, : len(rows)] = heat.view(torch.int64)
         state.given.copy_(state.staged, non_blocking=True)
         if bool(heat.any()):
-            noise = torch.zeros(steps, state.given.shape[1], 2, dtype=torch.int64)
+            noise = torch.zeros(steps, state.given.shape[2], 2, dtype=torch.int64)
             for i, link in enumerate(links):  # the token after position p is chosen with the noise of p + 1
                 noise[:, i] = words(link.pick.seed, link.length + self.lm.before + 1 + torch.arange(steps))
             state.noise[:steps].copy_(noise)
@@ -123,7 +128,7 @@ class Chains:
         return self._captured[slots]
 
     def _step(self, state: State) -> Callable[[], None]:
-        token, length, base, live, heat, step = state.given
+        (token, length, base, live, heat, step), growth = state.given
         first = torch.arange(len(token), device=token.device)
         bits = torch.zeros(len(token), lane.WORDS, dtype=torch.int64, device=token.device)
         bits[:, 0] = 1  # of this pass a token sees itself
@@ -144,10 +149,9 @@ class Chains:
                 logits = ran.logits
                 state.states.index_copy_(0, step[:1], ran.states[None])
             noise = state.noise.index_select(0, step[:1])[0]
-            chosen, _, prob = torch.ops.outpace.choose(logits, noise, heat.view(torch.float64).float())
-            state.out.index_copy_(0, step[:1], torch.stack([chosen.double(), prob.double()])[None])
-            token.copy_(chosen)
-            length.add_(live)
-            step.add_(1).clamp_(max=MOST_STEPS - 1)
+            chosen = torch.ops.outpace.choose(logits, noise, heat.view(torch.float64))
+            state.out.index_copy_(0, step[:1], chosen[None])
+            token.copy_(chosen[0])
+            state.given[0].add_(growth)
 
         return advance

@@ -85,7 +85,7 @@ class GraphLM(FastLM):
             beside = joined(jobs, captured.size.tokens)
             captured.entering.copy_(beside["features"][0]) if beside else captured.entering.zero_()
         self._stage(captured, jobs)
-        captured.replay()
+        captured.launch()
         outputs = self._outputs(captured, jobs)
         self._last = Last(captured, jobs, outputs)
         return outputs
@@ -113,7 +113,7 @@ class GraphLM(FastLM):
         chosen = last.captured.left.chosen
         assert chosen is not None, "a whole pass chooses"
         captured.ids.copy_(chosen[0].index_select(0, captured.ids))
-        captured.replay()
+        captured.launch()
         outputs = self._outputs(captured, jobs)
         self._ahead, self._last = Ahead.of(last, jobs, outputs), Last(captured, jobs, outputs)
         return True
@@ -139,7 +139,7 @@ class GraphLM(FastLM):
             assert captured.entering is not None
             captured.entering[:count].copy_(entering)
         self._stage(captured, jobs)
-        captured.replay()
+        captured.launch()
         states, logits = captured.left.states, captured.left.logits
         assert states is not None
         return Ran(states[:count].clone(), None if nodes is None or logits is None else logits[_rows(nodes)])
@@ -215,8 +215,8 @@ class GraphLM(FastLM):
         for keep in pick.filters:
             kept = keep(kept)
         noise = words(pick.seed, torch.tensor(positions, device=self.device) + self.before)
-        tokens, _, probs = torch.ops.outpace.choose(kept, noise, torch.ones_like(best, dtype=torch.float32))
-        return Chosen(tokens.tolist(), best.tolist(), probs.tolist())
+        tokens, _, probs = torch.ops.outpace.choose(kept, noise, torch.ones_like(best, dtype=torch.float32)).tolist()
+        return Chosen([int(token) for token in tokens], best.tolist(), probs)
 
     def _captured(self, size: Size) -> Captured:
         if self._generation != self.cache.generation:  # the pool moved: graphs read the old one
@@ -270,9 +270,7 @@ class GraphLM(FastLM):
                     states, logits = self.stage(self.quick, size.span).run(ids, entering, wanted, **given)
             if logits is None:
                 return Left(None, states, recorded, None)
-            heat = temperature.view(torch.float64).float()
-            tokens, best, prob = torch.ops.outpace.choose(logits, noise.T.contiguous(), heat)
-            chosen = torch.stack([tokens.double(), best.double(), prob.double()])
+            chosen = torch.ops.outpace.choose(logits, noise.T, temperature.view(torch.float64))
             return Left(logits, states, recorded, chosen)
 
         return run

@@ -10,39 +10,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outpace.models.kernels.runtime import constexpr, jit, power, tl
+from outpace.models.kernels.runtime import begin, constexpr, early, jit, power, tl
 
 
-def choose(logits: Tensor, words: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def choose(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
     """Each row's token; its largest logit, which is not finite when the row cannot be chosen from; and the token's
     probability, under greedy choice that at temperature 1."""
-    # [rows, vocab], int64 [rows, 2] of `noise.keys`, [rows] (0: greedy) -> int64 [rows], float32 [rows] twice
+    # [rows, vocab], int64 [rows, 2] of `noise.keys`, [rows] (0: greedy) -> float64 [3, rows]
     return torch.ops.outpace.choose(logits, words, temperature)
 
 
 @torch.library.custom_op(
-    "outpace::choose",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor words, Tensor temperature) -> (Tensor, Tensor, Tensor)",
+    "outpace::choose", mutates_args=(), schema="(Tensor logits, Tensor words, Tensor temperature) -> Tensor"
 )
-def _choose(logits: Tensor, words: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _choose(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
     return launch(logits, words, temperature)
 
 
 @_choose.register_fake
-def _(logits: Tensor, words: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows = logits.shape[0]
-    best, prob = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    return logits.new_empty(rows, dtype=torch.int64), best, prob
+def _(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
+    return logits.new_empty(3, logits.shape[0], dtype=torch.float64)
 
 
-def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = 2048) -> tuple[Tensor, Tensor, Tensor]:
-    """Both kernels, in chunks of `block` logits."""
+def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = 2048) -> Tensor:
+    """Both kernels, in chunks of `block` logits. Everything is read where it lies, or there would be more of them."""
     (rows, vocab), device = logits.shape, logits.device
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    best, prob = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    chosen = torch.empty(3, rows, dtype=torch.float64, device=device)
     if rows == 0:
-        return tokens, best, prob
+        return chosen
     chunks = -(-vocab // block)
     scores = torch.empty(rows, chunks, dtype=torch.float64, device=device)
     winners = torch.empty(rows, chunks, dtype=torch.int32, device=device)
@@ -52,35 +47,40 @@ def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = 2048
     with torch.cuda.device_of(logits):
         # PyTorch divides by a number on a GPU as it multiplies by the inverse, and on a CPU it divides.
         _chunk[(rows, chunks)](
-            logits, words.contiguous(), temperature.contiguous(), scores, winners, facts, vocab, logits.stride(0),
-            BLOCK=block, INVERSE=device.type == "cuda", num_warps=8,
+            logits, words, temperature, scores, winners, facts, vocab, logits.stride(0), words.stride(0),
+            words.stride(1), temperature.stride(0), BLOCK=block, INVERSE=device.type == "cuda", num_warps=8,
+            **early(device),
         )  # fmt: skip
-        _best[(rows,)](scores, winners, facts, tokens, best, prob, chunks, BLOCK=power(chunks), num_warps=4)
-    return tokens, best, prob
+        _best[(rows,)](scores, winners, facts, chosen, chunks, BLOCK=power(chunks), num_warps=4, **early(device))
+    return chosen
 
 
 @jit
 def _chunk(
-    logits, words, temperature, scores, winners, facts, vocab, stride, BLOCK: constexpr, INVERSE: constexpr
+    logits, words, temperature, scores, winners, facts, vocab, stride, w0, w1, t0,
+    BLOCK: constexpr, INVERSE: constexpr, EARLY: constexpr,
 ):  # fmt: skip
     """The best token of one chunk of one row."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
+    begin(EARLY)
     x = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < vocab, other=float("-inf"))
     if x.dtype != tl.float64:
         x = x.to(tl.float32)
     bad = tl.max((x != x).to(tl.int32), 0) > 0  # a maximum passes over what is not a number
     place, apart = row * tl.num_programs(1) + chunk, tl.num_programs(0) * tl.num_programs(1)
-    tl.store(facts + place, tl.where(bad, float("nan"), tl.max(x, 0)).to(tl.float32))
-    heat = tl.load(temperature + row)
+    largest = tl.max(x, 0)
+    tl.store(facts + place, tl.where(bad, float("nan"), largest).to(tl.float32))
+    heat = tl.load(temperature + row * t0)
     if heat == 0:
-        warm, score = x, x.to(tl.float64)
+        warm, top = x, tl.where(largest == largest, largest, float("-inf")).to(tl.float64)
+        winner = tl.min(tl.where(x == largest, token, vocab - 1), 0)  # the first, if several are
     else:
         warm = _cooled(x, heat.to(x.dtype), INVERSE)
-        score = warm.to(tl.float64) + _gumbel(token, words + row * 2)
-    score = tl.where(score == score, score, float("-inf"))
-    top = tl.max(score, 0)
-    winner = tl.min(tl.where(score == top, token, vocab - 1), 0)  # the first, if several are
+        score = warm.to(tl.float64) + _gumbel(token, words + row * w0, w1)
+        score = tl.where(score == score, score, float("-inf"))
+        top = tl.max(score, 0)
+        winner = tl.min(tl.where(score == top, token, vocab - 1), 0)
     tl.store(scores + place, top)
     tl.store(winners + place, winner)
     warm = warm.to(tl.float32)
@@ -103,9 +103,9 @@ def _cooled(x, heat, INVERSE: constexpr):
 
 
 @jit
-def _gumbel(token, words):
+def _gumbel(token, words, apart):
     """`outpace.noise.gumbel` of each token, with the two words of its keys."""  # float64
-    a, b = tl.load(words).to(tl.uint32), tl.load(words + 1).to(tl.uint32)
+    a, b = tl.load(words).to(tl.uint32), tl.load(words + apart).to(tl.uint32)
     word = _mix(_mix(token.to(tl.uint32) * 0x9E3779B1 + a) ^ b)
     return -tl.log(-tl.log((word.to(tl.float64) + 0.5) * (1.0 / 4294967296)))
 
@@ -119,22 +119,23 @@ def _mix(x):
 
 
 @jit
-def _best(scores, winners, facts, tokens, best, prob, chunks, BLOCK: constexpr):
+def _best(scores, winners, facts, chosen, chunks, BLOCK: constexpr, EARLY: constexpr):
     """The best of a row's chunks; the first of them, if several are."""
-    row, chunk = tl.program_id(0), tl.arange(0, BLOCK)
+    row, rows, chunk = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     place, inside = row * chunks + chunk, chunk < chunks
+    begin(EARLY)
     score = tl.load(scores + place, mask=inside, other=float("-inf"))
     winner = tl.load(winners + place, mask=inside, other=2**31 - 1)
-    first = tl.min(tl.where(score == tl.max(score, 0), winner, 2**31 - 1), 0)
-    tl.store(tokens + row, first.to(tl.int64))
     largest = tl.load(facts + place, mask=inside, other=float("-inf"))
-    bad = tl.max((largest != largest).to(tl.int32), 0) > 0
-    tl.store(best + row, tl.where(bad, float("nan"), tl.max(largest, 0)))
-    apart = tl.num_programs(0) * chunks
+    apart = rows * chunks
     peak = tl.load(facts + apart + place, mask=inside, other=float("-inf"))
     mass = tl.load(facts + 2 * apart + place, mask=inside, other=0.0)
     held = tl.load(facts + 3 * apart + place, mask=inside, other=float("-inf"))
+    first = tl.min(tl.where(score == tl.max(score, 0), winner, 2**31 - 1), 0)
+    bad = tl.max((largest != largest).to(tl.int32), 0) > 0
     top = tl.maximum(tl.max(peak, 0), -3e38)
-    chosen = tl.max(tl.where(winner == first, held, float("-inf")), 0)
+    kept = tl.max(tl.where(winner == first, held, float("-inf")), 0)
     total = tl.maximum(tl.sum(mass * tl.exp(peak - top), 0), 1e-30)
-    tl.store(prob + row, tl.exp(chosen - top) / total)
+    tl.store(chosen + row, first.to(tl.float64))
+    tl.store(chosen + rows + row, tl.where(bad, float("nan"), tl.max(largest, 0)).to(tl.float64))
+    tl.store(chosen + 2 * rows + row, (tl.exp(kept - top) / total).to(tl.float64))
