@@ -7,6 +7,7 @@ joins the parts. Heads that share a key head are further rows of its tile, so th
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from outpace.models.kernels.runtime import DTYPES, begin, constexpr, counters, early, jit, machine, power, tl
+
+PART = 96  # rows of a part that takes about as long to join as a chunk to read (H200, 256 to 8,192 entries)
 
 
 class Seen(NamedTuple):
@@ -73,7 +76,7 @@ def _(
 def plan(q: Tensor, keys: Tensor, jobs: int) -> Config:
     """The cut for such shapes: programs for all multiprocessors, if there are as many chunks of entries."""
     (tokens, heads, dim), (pool, kv_heads, _), gpu = q.shape, keys.shape, machine(q.device)
-    live = -(-min(jobs, tokens) // 2)  # jobs are rounded up, so about half of them may be empty
+    live = -(-3 * min(jobs, tokens) // 4) if jobs > 2 else 1  # jobs are rounded up, so some are empty
     rows = -(-tokens // live) * (heads // kv_heads)  # of a job, if they are alike
     width = power(dim) * q.element_size()  # bytes of an entry's key
     wide = q.element_size() > 2  # no matrix unit: small tiles, or their numbers spill
@@ -81,9 +84,11 @@ def plan(q: Tensor, keys: Tensor, jobs: int) -> Config:
     most = 128 if pool // jobs >= 2**13 and dim <= 128 else 64
     block_m = 16 if wide else min(most, max(16, power(rows)))
     block_n = max(16, min(64, 2**14 // width))
-    warps = 8 if wide or block_m > 64 or block_m * power(dim) > 2**13 else 4
-    programs = gpu.processors * (1 if block_m > 64 else 2)  # that run at a time
-    splits = min(64, programs // (live * -(-rows // block_m) * kv_heads), 2 * (pool // block_n))
+    short = block_m * power(dim) == 2**13 and pool // jobs < 2**12  # most of its time is the joining of large parts
+    warps = 8 if wide or short or block_m > 64 or block_m * power(dim) > 2**13 else 4
+    programs = gpu.processors * (1 if short or block_m > 64 else 2)  # that run at a time
+    useful = math.ceil(math.sqrt(pool / block_n * PART / block_m))
+    splits = min(64, programs // (live * -(-rows // block_m) * kv_heads), useful)
     need = (4 if block_m < 64 else 6) * block_n * width + block_m * width + 2**13  # of fast memory, in three stages
     return Config(block_m, block_n, max(1, splits), warps, 3 if need <= gpu.shared else 2)
 
@@ -114,7 +119,7 @@ def launch(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, rule: Rule, conf
         _attention[(tiles, kv_heads, cut.splits)](
             q, keys, values, table, bits, positions, sums, stats, arrived, rule.sinks, out, *strides, rule.scale,
             jobs, tokens, WORDS=bits.shape[1], WINDOW=rule.window, SOFTCAP=rule.softcap, GROUP=group, D=dim, DP=wide,
-            JP=power(jobs), BM=cut.block_m, BN=cut.block_n, PARTS=parts, LINES=lines,
+            JP=power(jobs), BM=cut.block_m, BN=cut.block_n, PARTS=parts, LINES=lines, ROWS=PART,
             num_warps=cut.warps, num_stages=cut.stages, **early(q.device),
         )  # fmt: skip
     return out
@@ -124,7 +129,7 @@ def launch(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, rule: Rule, conf
 def _attention(
     q, keys, values, jobs, bits, positions, sums, stats, arrived, sinks, out, q0, q1, k0, k1, v0, v1, scale, count,
     all_tokens, WORDS: constexpr, WINDOW: constexpr, SOFTCAP: constexpr, GROUP: constexpr, D: constexpr, DP: constexpr,
-    JP: constexpr, BM: constexpr, BN: constexpr, PARTS: constexpr, LINES: constexpr, EARLY: constexpr,
+    JP: constexpr, BM: constexpr, BN: constexpr, PARTS: constexpr, LINES: constexpr, ROWS: constexpr, EARLY: constexpr,
 ):  # fmt: skip
     """One split's part of the softmax, for a tile of the rows of one job and key head; the last to arrive joins them.
 
@@ -140,8 +145,8 @@ def _attention(
         position = tl.load(positions + token, mask=real, other=2**31 - 1).to(tl.int32)
         low = tl.minimum(tl.maximum(tl.min(position) - WINDOW + 1, 0) // BN, full)
     chunks = full + 1 + WORDS * 64 // BN - low
-    # To join a part of 192 rows takes about as long as a chunk: then this share has the earliest end.
-    share = tl.maximum(tl.cdiv(chunks, splits), (tl.sqrt(chunks * (BM / 192)) + 0.5).to(tl.int32))
+    # To join a part of so many rows takes about as long as a chunk: then this share has the earliest end.
+    share = tl.maximum(tl.cdiv(chunks, splits), (tl.sqrt(chunks * (BM / ROWS)) + 0.5).to(tl.int32))
     used = tl.cdiv(chunks, share)  # splits; the others have nothing to do
     start = low + split * share
     end = tl.minimum(start + share, low + chunks)

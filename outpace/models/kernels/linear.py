@@ -68,11 +68,14 @@ def choose(n: int, k: int, t: int, width: int = 2, gpu: Machine = H200) -> Confi
     """The tiles for `n` rows of matrices in all, with `width` bytes an element."""
     rows = bucket(t)
     few = rows < 64  # then several programs share a multiprocessor; else the rows themselves fill its memory
-    block_n = 64 if few or gpu.shared < 2**17 or n <= 32 * gpu.processors else 128
+    block_n = 64 if few or gpu.shared < 2**17 or n <= 64 * gpu.processors else 128
     block_k = 256 // width  # so many bytes lie together
     tiles = -(-n // block_n)
     most = min(8, max(1, k // (4 * block_k)))  # a split that ends before its pipeline is full gains nothing
-    cuts = [(together, max(1, min(most, together * gpu.processors // tiles))) for together in ((2, 3) if few else (1,))]
+    # One program on a multiprocessor has the most on its way, unless too many of those then have none.
+    sparse = max(1, gpu.processors // tiles) * tiles < 0.9 * gpu.processors
+    tried = (2, 3) if few else (2,) if sparse else (1,)
+    cuts = [(together, max(1, min(most, together * gpu.processors // tiles))) for together in tried]
     # Programs that find no place at once, and places without a program, are time in which nothing is read.
     together, split_k = max(cuts, key=lambda cut: min(1.0, tiles * cut[1] / (cut[0] * gpu.processors)))
     room = gpu.shared // together // ((block_n + rows) * 256)
