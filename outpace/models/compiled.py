@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-from collections.abc import Callable, Sequence as Seq
+import warnings
+from collections.abc import Callable, Iterable, Sequence as Seq
 from typing import Any
 
 import torch
@@ -61,8 +62,7 @@ class Kind:
         # The sizes of buffers are asserted before every kernel otherwise.
         settings: dict[str, Any] = {"size_asserts": False}
         devices = {given.device for given in inputs if isinstance(given, Tensor) and given.is_cuda}
-        if devices:  # kernels that do not need each other become one, and start while the one before ends
-            settings |= {"combo_kernels": True, "triton.enable_pdl": all(map(overlaps, devices))}
+        settings |= _together(devices) if devices else {}
         self.code = compile_fx(module, inputs, config_patches=settings)  # type: ignore[assignment]
         self.graphs += 1  # not before: the compiler may give up here to trace the layer anew
         return self.code  # type: ignore[return-value]
@@ -72,12 +72,26 @@ class Kind:
         self.direct = self.graphs == 1 and isinstance(result, Tensor)
 
 
-class LayerCall(nn.Module):
+class Around(nn.Module):
+    """Stands for a module, and has what it has: models ask a layer for its kind of attention."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+class LayerCall(Around):
     """Hands a layer its own lane. All layers bear number 0, so that they are one piece of code to the compiler."""
 
     def __init__(self, inner: nn.Module, index: int, kind: Kind):
-        super().__init__()
-        self.inner, self.index, self.kind = inner, index, kind
+        super().__init__(inner)
+        self.index, self.kind = index, kind
         parameters = inspect.signature(inner.forward).parameters
         self.input_name = next(iter(parameters))
         self.rest_name = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
@@ -113,12 +127,6 @@ class LayerCall(nn.Module):
         self._rest = rest = eval(f"lambda L: [{', '.join(names[i] for i in self._places)}]", {})
         return rest
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)  # models ask a layer for its kind of attention
-
 
 def signature(layer: nn.Module, window: int | None) -> tuple[Any, ...]:
     """What makes two layers the same code: their modules, with all that is no tensor, and the shapes of the tensors."""
@@ -146,12 +154,37 @@ class Head(nn.Module):
         return torch.ops.outpace_cpu.linears(hidden, [weight], scales, [bias])
 
 
+class Between(Around):
+    """What stands beside the layers, the last norm and the angles of positions, compiled: it would be many kernels.
+
+    What the compiler cannot do runs as it is.
+    """
+
+    def __init__(self, inner: nn.Module, settings: dict[str, Any]):
+        super().__init__(inner)
+        inner.compile(dynamic=True, options=settings)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with dynamo.patch(LIMITS | {"suppress_errors": True}), warnings.catch_warnings():  # type: ignore[attr-defined]
+            warnings.filterwarnings("ignore", "TensorFloat32")  # angles are products in full precision, on purpose
+            return self.inner(*args, **kwargs)
+
+
 def shortened(model: M) -> M:
     """A twin of a model that is not compiled, on a CPU, whose products read int8 weights through our kernels."""
     ours = twin(model)
     for parent, name, child in int8.linears(ours):
         setattr(parent, name, Head(int8.Int8Linear(child)))
     return ours
+
+
+def _together(devices: Iterable[torch.device]) -> dict[str, Any]:
+    """On a GPU, kernels that do not need each other become one, and start while the one before ends."""
+    return {"combo_kernels": True, "triton.enable_pdl": all(map(overlaps, devices))}
+
+
+def _small(module: nn.Module) -> bool:
+    return all(tensor.dim() < 2 for tensor in module.parameters())
 
 
 def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> None:
@@ -169,6 +202,9 @@ def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> None:
         layer.compile(backend=kind.backend, dynamic=True)
         calls.append(LayerCall(layer, i, kind))
     setattr(decoder, name, nn.ModuleList(calls))
+    for place, child in decoder.named_children():
+        if model.device.type == "cuda" and not isinstance(child, nn.ModuleList) and _small(child):
+            setattr(decoder, place, Between(child, _together([model.device])))
     head = model.get_output_embeddings()
     if type(head) is nn.Linear or (isinstance(head, halves.HalfLinear | int8.Int8Linear) and not head.weight.is_cuda):
         model.set_output_embeddings(Head(head))
