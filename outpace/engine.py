@@ -11,7 +11,7 @@ It runs over a ragged batch: rows of different lengths, methods and sampling set
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -157,13 +157,12 @@ class Engine:
         """A tree for each running sequence; rows that share a drafter are drafted together."""
         trees = {seq.id: Tree([seq.tokens[-1]]) for seq in self.running}
         budgets: dict[int, Budget] = {}
-        groups: dict[int, list[Sequence]] = {}
-        for seq in self.running:
-            room = min(seq.room - 1, self.target.context - len(seq.tokens))
-            budget = budgets[seq.id] = seq.policy.budget(seq).within(room, self.target.trees)
-            if budget.depth and budget.nodes:
-                groups.setdefault(id(seq.drafter), []).append(seq)
-        for group in groups.values():
+        for group in _grouped(self.running, lambda seq: seq.policy):
+            for seq, budget in zip(group, group[0].policy.budgets(group, len(self.running)), strict=True):
+                room = min(seq.room - 1, self.target.context - len(seq.tokens))
+                budgets[seq.id] = budget.within(room, self.target.trees)
+        asked = [seq for seq in self.running if budgets[seq.id].depth and budgets[seq.id].nodes]
+        for group in _grouped(asked, lambda seq: seq.drafter):
             try:
                 drafted = group[0].drafter.propose_batch(group, [budgets[seq.id] for seq in group])
             except (RequestFailed, torch.OutOfMemoryError):
@@ -174,10 +173,7 @@ class Engine:
 
     def _prune(self, trees: dict[int, Tree], budgets: dict[int, Budget]) -> None:
         """Leave of each tree what its policy has verified; a policy sees all of its rows at once."""
-        groups: dict[int, list[Sequence]] = {}
-        for seq in self.running:
-            groups.setdefault(id(seq.policy), []).append(seq)
-        for group in groups.values():
+        for group in _grouped(self.running, lambda seq: seq.policy):
             given = [trees[seq.id] for seq in group], [budgets[seq.id] for seq in group]
             kept = group[0].policy.prune(group, *given, len(self.running))
             trees |= {seq.id: tree for seq, tree in zip(group, kept, strict=True)}
@@ -250,6 +246,14 @@ class Engine:
         if seq.row is not None:
             self.target.release(seq.row)
             seq.row = None
+
+
+def _grouped(seqs: list[Sequence], shared: Callable[[Sequence], object]) -> list[list[Sequence]]:
+    """Those that share an object together."""
+    groups: dict[int, list[Sequence]] = {}
+    for seq in seqs:
+        groups.setdefault(id(shared(seq)), []).append(seq)
+    return list(groups.values())
 
 
 def _row(seq: Sequence) -> int:

@@ -17,6 +17,7 @@ from outpace.errors import UsageError
 from outpace.meter import Meter, Watch
 from outpace.policy import Policy
 from outpace.pool import RESTING, Pass, Plan, likeliest
+from outpace.rota import Rest, Rota
 from outpace.sequence import Sequence, Step
 from outpace.tree import OFF, ROOT, Budget, Signal, Tree
 
@@ -24,7 +25,6 @@ POOL = 128  # guesses that all requests of a pass may propose together
 LEAST_NODES = 8  # of one of them
 SHADOWS = 4  # proposals of a request that wait for their judgement
 IDLE = 0.005  # share of a pass that asking may cost while nothing is worth verifying
-LONGEST_REST = 128  # passes
 PROBING = 0.01  # share of all time that asking a draft model may cost while it does not pay
 FIRST_WAIT = 16  # tokens until a draft model that did not pay is asked again; twice as many each time
 PROBE = 2  # levels
@@ -36,8 +36,7 @@ FOLLOW, FOLLOW_ALL = 0.15, 0.02  # weight of the newest pass in an average of a 
 class State(Memory):
     """What is remembered of one request."""
 
-    rest: int = 0  # passes until the drafter is asked again
-    pause: int = 0  # passes of the last rest
+    rest: Rest = field(default_factory=Rest)
     worth: float | None = None  # seconds that asking saves, on average
     alone: float = 1.0  # speed-up without the draft model, on average
     wait: int = FIRST_WAIT
@@ -58,8 +57,8 @@ class Goodput(Policy):
     _calibrator: Calibrator = field(default_factory=Calibrator, init=False, repr=False)
     _measured: Meter | None = field(default=None, init=False, repr=False)
     _worth: float | None = field(default=None, init=False, repr=False)  # the same, of all requests
-    _rows: int = field(default=1, init=False, repr=False)  # requests in the last pass
-    _passes: int = field(default=0, init=False, repr=False)
+    _rows: int = field(default=1, init=False, repr=False)  # requests in the pass
+    _rota: Rota = field(default_factory=Rota, init=False, repr=False)
     _bare: bool = field(default=False, init=False, repr=False)  # there was no guess in the last pass
     _probed: float = field(default=0.0, init=False, repr=False)  # seconds
     _unseen: bool = field(default=False, init=False, repr=False)  # the draft model runs on without asking `proceed`
@@ -83,12 +82,19 @@ class Goodput(Policy):
 
     # Before drafting
 
+    def budgets(self, seqs: Seq[Sequence], rows: int) -> list[Budget]:
+        if self.costs is not None:
+            self._rows = rows
+            self._rota.sample([seq.memory(self, State).rest for seq in seqs if seq.drafter.model_source is None])
+        return super().budgets(seqs, rows)
+
     def budget(self, seq: Sequence) -> Budget:
         if self.costs is None:
             return super().budget(seq)
         state, source = seq.memory(self, State), seq.drafter.model_source
-        if state.rest > 0 and source is None:
-            state.rest -= 1
+        resting = self._rota.resting(state.rest)
+        if resting and source is None:
+            state.rest.left -= 1
             return OFF
         base = super().budget(seq)
         if not base.depth:
@@ -100,8 +106,8 @@ class Goodput(Policy):
             if levels:
                 nodes = max(min(base.nodes, nodes), depth) if self.nodes is None else base.nodes
                 return Budget(depth, nodes, base.width, levels)
-        if state.rest > 0:
-            state.rest -= 1
+        if resting:
+            state.rest.left -= 1
             return OFF
         return Budget(base.depth, min(base.nodes, nodes), base.width, None if source is None else 0)
 
@@ -112,7 +118,7 @@ class Goodput(Policy):
         off = seq.drafter.model_source is None
         if state.unpaid and state.asked_at is not None:
             off = len(seq.tokens) + 1 - state.asked_at < state.wait
-        return off and state.rest > 0
+        return off and self._rota.resting(state.rest)
 
     def _levels(self, seq: Sequence, state: State, source: str, most: int) -> int:
         """How deep to ask the draft model: as deep as it goes if it pays, a little if it is time to try again."""
@@ -165,8 +171,9 @@ class Goodput(Policy):
     def prune(self, seqs: Seq[Sequence], trees: Seq[Tree], budgets: Seq[Budget], rows: int) -> list[Tree]:
         if self.costs is None:
             return super().prune(seqs, trees, budgets, rows)
-        self._rows, self._passes, meter = rows, self._passes + 1, self._meter
+        meter = self._meter
         meter.read()
+        self._rota.begin()
         context = sum(len(seq.tokens) for seq in seqs) // len(seqs)
         found, whole = list(trees), len(seqs) == rows  # else there is more in the pass than is planned here
         plans: dict[int, Plan] = {}
@@ -181,7 +188,9 @@ class Goodput(Policy):
             return found
         asked, levels = list(plans.values()), max(plan.levels for plan in plans.values())
         # Rows of a batch end at different times, so what some of them gain shortens the whole by less.
-        offer = Pass(rows, meter.prices(rows, context), self.margin * min(rows, 4))
+        price = meter.prices(rows, context)
+        exposed = meter.exposed(price(0), rows) if _overlaps(seqs[0]) else 0.0
+        offer = Pass(rows, price, self.margin * min(rows, 4), exposed)
         speedup = self._decide(offer, asked, len(asked) * meter.asking.get(0.0), levels)
         tokens = len(seqs) + sum(len(plan.kept) - 1 for plan in asked)
         known = not any(plan.fresh for plan in asked)
@@ -231,8 +240,7 @@ class Goodput(Policy):
 
     def _settle(self, offer: Pass, plans: list[Plan], alone: float) -> None:
         """What this proposal was worth decides when the drafter is asked again."""
-        plain, asking = offer.seconds(0), self._meter.asking.get(0.0)
-        exposed = self._meter.exposed(plain, offer.rows) if _overlaps(plans[0].seq) else 0.0
+        plain, exposed, asking = offer.seconds(0), offer.exposed, self._meter.asking.get(0.0)
         guesses = sum(len(plan.kept) - 1 for plan in plans)
         extra = (offer.seconds(guesses) - plain) / max(guesses, 1)  # seconds of a guess
         gains = []
@@ -245,15 +253,9 @@ class Goodput(Policy):
             self._worth = state.worth if self._worth is None else self._worth + FOLLOW_ALL * (saved - self._worth)
             state.alone += FOLLOW * (alone - state.alone)
             gains.append(max(saved, state.worth) - asking)
-        # Whoever is asked keeps the pass of all from beginning ahead, so together they must be worth that.
-        pays = sum(gain for gain in gains if gain > 0) > exposed
-        longest = min(LONGEST_REST, int((offer.rows * asking + exposed) / (IDLE * plain)))
-        for plan, gain in zip(plans, gains, strict=True):
-            state = plan.seq.memory(self, State)
-            # A batch sees as many guesses in one pass as a request alone in many, so it rests longer at once.
-            longer = _round(min(longest, 2 * state.pause + max(1, offer.rows // 2)))
-            state.pause = 0 if pays and gain > 0 else longer
-            state.rest = state.pause - self._passes % (state.pause + 1)  # all end their rests in the same passes
+        rests = [plan.seq.memory(self, State).rest for plan in plans]
+        longest = int((offer.rows * asking + exposed) / (IDLE * plain))
+        self._rota.settle(rests, gains, offer.rows, exposed, longest)
 
     def observe(self, seq: Sequence, step: Step) -> None:
         if self.costs is not None:
@@ -264,11 +266,6 @@ class Goodput(Policy):
 
 def _overlaps(seq: Sequence) -> bool:
     return seq.target is not None and seq.target.asynchronous
-
-
-def _round(pause: int) -> int:
-    """Down to one less than a power of two."""
-    return (1 << (pause + 1).bit_length() - 1) - 1
 
 
 def _said(tree: Tree, node: int) -> float | None:

@@ -45,6 +45,10 @@ class Policy:
         nodes = self.nodes if self.nodes is not None else max(shape.nodes, depth)
         return Budget(depth, nodes, width)
 
+    def budgets(self, seqs: Seq[Sequence], rows: int) -> list[Budget]:
+        """The same for all that run under this policy, in a pass that `rows` requests share."""
+        return [self.budget(seq) for seq in seqs]
+
     def rests(self, seq: Sequence) -> bool:
         """Whether its next tree will be a root alone, as far as is known before this pass was read."""
         return not (seq.drafter.shape.depth if self.depth is None else self.depth)

@@ -90,18 +90,19 @@ class Pass:
     rows: int
     seconds: Callable[[int], float]
     margin: float
+    exposed: float = 0.0  # seconds of the host that are hidden only where the next pass waits for no guesses
 
     def choose(self, order: list[Guess], spent: float, forced: Seq[float] = ()) -> Choice:
         """So many of the likeliest guesses that tokens per second are most.
 
         `spent` was spent on guessing already; guesses with the chances `forced` are in the pass in any case.
         """
-        tokens = self.rows + sum(forced)
-        taken, best = 0, tokens / (self.seconds(len(forced)) + spent)
+        tokens, waited = self.rows + sum(forced), spent + self.exposed
+        taken, best = 0, tokens / (self.seconds(len(forced)) + (waited if forced else spent))
         least = best * (1 + self.margin)
         for count, guess in enumerate(order, start=1):
             tokens += guess.reach
-            rate = tokens / (self.seconds(len(forced) + count) + spent)
+            rate = tokens / (self.seconds(len(forced) + count) + waited)
             if rate > best and rate > least:
                 taken, best = count, rate
         return Choice(taken, best * self.seconds(0) / self.rows)

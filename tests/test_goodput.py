@@ -26,12 +26,13 @@ from outpace.methods.suffix import Suffix
 from outpace.models.base import LM, Guess, Job, Output, Picks, Reference, Scores, Shape
 from outpace.models.cacheless import CachelessLM
 from outpace.policy import Policy
+from outpace.pool import Guess as Node, Pass
 from outpace.sample import Sampler, Sampling
 from outpace.sequence import Limits, Sequence, Step
 from outpace.show.page import describe
 from outpace.testing import ToyLM
 from outpace.trace import read
-from outpace.tree import OFF, Budget, Signal, Tree
+from outpace.tree import Budget, Signal, Tree
 from outpace.verify import Match
 
 FLAT = Costs(((1, 1.0), (64, 1.0)))
@@ -396,9 +397,8 @@ def test_without_costs_it_is_the_drafters_own_budget() -> None:
 def test_room_for_guesses_is_shared_in_a_batch() -> None:
     policy = Goodput(costs=CPU)
     seq = sequence(Auto(), policy)
-    assert policy.budget(seq).nodes == Auto().shape.nodes
-    policy.prune([seq], [Tree([2])], [OFF], 16)
-    assert policy.budget(seq).nodes == 8
+    assert policy.budgets([seq], 1)[0].nodes == Auto().shape.nodes
+    assert policy.budgets([seq], 16)[0].nodes == 8
 
 
 # In the loop
@@ -644,6 +644,16 @@ def test_what_a_pass_that_begins_ahead_saves() -> None:
     assert meter.prices(1, 0)(0) == pytest.approx(3.0) and meter.exposed(3.0, 1) == pytest.approx(0.6)
 
 
+def test_guesses_that_are_worth_less_than_what_waiting_for_them_costs_are_left_out() -> None:
+    order = [Node(0.5, 0, 1), Node(0.2, 0, 2)]
+
+    def taken(exposed: float, forced: tuple[float, ...] = ()) -> int:
+        return Pass(1, lambda guesses: 1 + 0.1 * guesses, 0.01, exposed).choose(order, 0.0, forced).taken
+
+    assert taken(0.0) == 2 and taken(0.3) == 2 and taken(0.6) == 0
+    assert taken(0.6, forced=(0.5,)) == 2  # the pass is waited for in any case
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_requests_rest_together_and_longer_where_asking_keeps_passes_from_beginning_ahead(overlaps: bool) -> None:
     policy = Goodput(costs=Costs(((1, 1.0), (64, 30.0))))
@@ -654,10 +664,10 @@ def test_requests_rest_together_and_longer_where_asking_keeps_passes_from_beginn
         there = seqs[: 1 + now // 5]  # they join one after the other
         for seq in there:
             seq.target = SimpleNamespace(asynchronous=overlaps)  # type: ignore[assignment]
-        budgets = [policy.budget(seq) for seq in there]
+        budgets = policy.budgets(there, len(there))
         for seq, budget, passes in zip(there, budgets, asked, strict=False):
             passes += [now] * (budget.depth > 0)
-            assert policy.rests(seq) == (seq.memory(policy, State).rest > 0)
+            assert policy.rests(seq) == (seq.memory(policy, State).rest.left > 0)
         policy.prune(there, [chain(0.001) if b.depth else Tree([2]) for b in budgets], budgets, len(there))
     late = [[now for now in passes if now >= 100] for passes in asked]
     assert all(found == late[0] for found in late)

@@ -28,7 +28,7 @@ LAYERS = [
     {"tree", "stats"},
     {"sequence"},
     {"sample", "processors", "grammar", "drafter", "text", "successors", "grafting", "calibrated"},
-    {"verify", "policy", "costs", "calibration", "meter", "pool", "goodput"},
+    {"verify", "policy", "costs", "calibration", "meter", "pool", "rota", "goodput"},
     {"models", "shelf"},
     {"heads"},
     {"engine", "testing", "outlook", "growth", "slots", "linked", "headed", "layers", "slim", "bridge"},
