@@ -7,7 +7,7 @@ is `argmax(logits)`, or `argmax(logits + gumbel(seed, position, token))`, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,7 +70,7 @@ class Pick:
 
     seed: int
     temperature: float  # 0 is greedy
-    filters: tuple[Callable[[Tensor], Tensor], ...] = ()
+    filters: tuple[Filter, ...] = ()
 
 
 class Sampler:
@@ -97,7 +97,7 @@ class Sampler:
         """The choice, if it is the same whatever the prefix was."""
         if self.processors:
             return None
-        return Pick(self.seed, self.sampling.temperature, () if self.greedy else tuple(self.filters))
+        return Pick(self.seed, self.sampling.temperature, () if self.greedy else self.filters)
 
     def shape(self, logits: Tensor, prefix: list[int]) -> Tensor:
         """Logits of the law of the token that follows `prefix`; -inf where it cannot be."""  # [vocab] -> [vocab]
@@ -172,20 +172,61 @@ class Sampler:
         return uniform(self.seed, *counters)
 
 
-# Filters, in Transformers' order and with its rules, on the logits of one position or of many.
+# Filters, in Transformers' order and with its rules, on the logits of one position or of many. They are records: a
+# model can read what they ask for, and choose in its own way.
 
 
-def _filters(s: Sampling) -> list[Callable[[Tensor], Tensor]]:
-    filters: list[Callable[[Tensor], Tensor]] = []
-    if s.top_k:
-        filters.append(lambda x: _drop(x, x < torch.topk(x, min(s.top_k, x.shape[-1])).values[..., -1:]))
-    if s.top_p < 1:
-        filters.append(lambda x: _top_p(x, s.top_p))
-    if s.min_p > 0:
-        filters.append(lambda x: _drop(x, x.softmax(-1) < s.min_p * x.softmax(-1).amax(-1, keepdim=True)))
-    if s.typical_p < 1:
-        filters.append(lambda x: _typical_p(x, s.typical_p))
-    return filters
+@dataclass(frozen=True)
+class TopK:
+    """Keep the likeliest tokens, and those that are as likely as the last of them."""
+
+    count: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _drop(x, x < torch.topk(x, min(self.count, x.shape[-1])).values[..., -1:])
+
+
+@dataclass(frozen=True)
+class TopP:
+    """Keep the smallest set of likely tokens that holds `mass`."""
+
+    mass: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _top_p(x, self.mass)
+
+
+@dataclass(frozen=True)
+class MinP:
+    """Keep the tokens that are at least this share as likely as the likeliest."""
+
+    share: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _drop(x, x.softmax(-1) < self.share * x.softmax(-1).amax(-1, keepdim=True))
+
+
+@dataclass(frozen=True)
+class TypicalP:
+    """Keep the tokens whose surprise is nearest to the entropy, up to `mass`."""
+
+    mass: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _typical_p(x, self.mass)
+
+
+Filter = TopK | TopP | MinP | TypicalP
+
+
+def _filters(s: Sampling) -> tuple[Filter, ...]:
+    asked: list[tuple[bool, Filter]] = [
+        (s.top_k > 0, TopK(s.top_k)),
+        (s.top_p < 1, TopP(s.top_p)),
+        (s.min_p > 0, MinP(s.min_p)),
+        (s.typical_p < 1, TypicalP(s.typical_p)),
+    ]
+    return tuple(keep for wanted, keep in asked if wanted)
 
 
 def _drop(logits: Tensor, out: Tensor) -> Tensor:
@@ -193,7 +234,6 @@ def _drop(logits: Tensor, out: Tensor) -> Tensor:
 
 
 def _top_p(logits: Tensor, mass: float) -> Tensor:
-    """Keep the smallest set of likely tokens that holds `mass`."""
     ordered, index = torch.sort(logits)
     out = ordered.softmax(-1).cumsum(-1) <= 1 - mass
     out[..., -1] = False
@@ -201,7 +241,6 @@ def _top_p(logits: Tensor, mass: float) -> Tensor:
 
 
 def _typical_p(logits: Tensor, mass: float) -> Tensor:
-    """Keep the tokens whose surprise is nearest to the entropy, up to `mass`."""
     logp = logits.log_softmax(-1)
     probs = logp.exp()
     distance = (-logp - torch.special.entr(probs).sum(-1, keepdim=True)).abs()
