@@ -157,4 +157,6 @@ def test_jobs_are_known_only_behind_single_tokens() -> None:
     (job,) = last.next([4], [pick]) or []
     assert (job.row, job.start, job.tokens) == (4, 13, [2])  # its choice is the third of the pass
     assert last.next([2], [pick]) is None and last.next([4, 9], [pick, pick]) is None
-    assert last.next([4], [None]) is None and last.next([4], [Pick(0, 1.0, (torch.relu,))]) is None
+    assert last.next([4], [None]) is None
+    host = replace(chosen, chosen=Chosen([3], [0.0], [1.0], there=False))  # the device has chosen something else
+    assert last._replace(outputs=[host, host]).next([4], [pick]) is None

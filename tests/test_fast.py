@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -173,13 +175,15 @@ def test_a_device_that_is_behind_is_told_what_was_meant() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_plain_decoding_begins_its_passes_ahead(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 30, "top_p": 0.9}], ids=str
+)
+def test_plain_decoding_begins_its_passes_ahead(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     quick, slow = fast("llama", "cuda"), outpace.wrap(tiny_models.MODELS["llama"]().to("cuda", torch.float32))
     taken = []
     take = Ahead.take
     monkeypatch.setattr(Ahead, "take", lambda *given: taken.append(take(*given)) or taken[-1])
-    settings = [{"method": "plain", "max_tokens": 9 + 17 * i, "temperature": temperature, "seed": i} for i in range(9)]
+    settings = [{"method": "plain", "max_tokens": 9 + 17 * i, "seed": i, **sampling} for i in range(9)]
     for again in range(2):
         texts = []
         for model in (quick, slow):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,14 +12,14 @@ import torch
 
 import outpace
 from outpace.api import Model, Request
-from outpace.engine import Engine, Event
+from outpace.engine import Engine
 from outpace.models import captured, graph
 from outpace.models.ahead import Ahead
-from outpace.models.captured import COLUMNS, Captured, Left, Size
+from outpace.models.captured import COLUMNS, FOUND, Captured, Left, Size
 from outpace.models.fast import FastLM
 from outpace.models.graph import GraphLM
 from outpace.models.hf import PackedLM
-from outpace.models.kernels import cpu
+from outpace.models.kernels import cpu, kept
 from outpace.sample import Pick
 from outpace.tree import Tree
 from tests import tiny_models
@@ -74,9 +75,11 @@ class Graphless(GraphLM):
     @torch.no_grad()
     def _capture(self, size: Size) -> Captured:
         staging = Unpinned(size.tokens * COLUMNS + size.slots * 4, self.device)
-        left = Left(torch.zeros(size.tokens, self.vocab), None, {}, torch.zeros(3, size.tokens, dtype=torch.float64))
+        left = Left(
+            torch.zeros(size.tokens, self.vocab), None, {}, torch.zeros(FOUND, size.tokens, dtype=torch.float64)
+        )
         rerun = Rerun(
-            torch.no_grad()(self._program(size, staging.given, None)), torch.zeros(3, size.tokens).double(), left
+            torch.no_grad()(self._program(size, staging.given, None)), torch.zeros(FOUND, size.tokens).double(), left
         )
         return Captured(rerun, staging, None, rerun.read, size)  # type: ignore[arg-type]
 
@@ -109,23 +112,54 @@ def slow() -> Model:
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("method", ["plain", "suffix", "auto"])
-def test_what_is_staged_is_what_eager_passes_are_given(
-    method: str, temperature: float, model: Model, slow: Model
-) -> None:
-    settings = [{"method": method, "max_tokens": 5 + 9 * i, "temperature": temperature, "seed": i} for i in range(5)]
-    texts, seen = [], list[Event]()
-    for side in (model, slow):
+FILTERS: list[dict[str, Any]] = [{"top_k": 5, "top_p": 0.9}, {}, {"top_p": 0.8}, {"min_p": 0.2}, {"typical_p": 0.7}]
+SAMPLING: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0.0}],
+    "sampled": [{"temperature": 0.9}],
+    "filtered": [{"temperature": 0.9, "top_p": 0.8}],
+    "mixed": [{"temperature": 0.9, **given} for given in FILTERS],
+}
+
+
+def texts_of(sides: tuple[Model, Model], settings: list[dict[str, Any]]) -> list[list[list[int]]]:
+    texts = []
+    for side in sides:
         engine = Engine(side.lm, max_rows=3)  # some join when others have left
         seqs = [side.sequence(Request.of(p, s)) for p, s in zip(PROMPTS, settings, strict=True)]
         for seq in seqs:
             engine.submit(seq)
-        seen = list(engine.run())
+        assert list(engine.run())
         texts.append([seq.generated for seq in seqs])
-    assert texts[0] == texts[1] and seen
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("method", "sampling"),
+    [
+        *product(("plain", "suffix", "auto"), ("greedy", "sampled")),
+        *product(("plain", "suffix"), ("filtered", "mixed")),
+    ],
+)
+def test_what_is_staged_is_what_eager_passes_are_given(method: str, sampling: str, model: Model, slow: Model) -> None:
+    given = SAMPLING[sampling] * 5
+    more = 9 if sampling in ("greedy", "sampled") else 4  # kernels that are interpreted take their time
+    settings = [{"method": method, "max_tokens": 5 + more * i, "seed": i, **given[i]} for i in range(5)]
+    ours, theirs = texts_of((model, slow), settings)
+    assert ours == theirs
     assert isinstance(model.lm, Graphless) and model.lm.most_tokens  # nothing made it give up
-    assert method != "plain" or model.lm.sent > 30
+    assert method != "plain" or sampling == "mixed" or model.lm.sent > 3 * more
+
+
+def test_choices_that_a_graph_is_not_sure_of_are_made_again(
+    model: Model, slow: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "MOST", 4)  # tokens that it looks at
+    again, filtered = list[int](), GraphLM._filtered
+    monkeypatch.setattr(GraphLM, "_filtered", lambda *given: again.append(1) or filtered(*given))
+    settings = [{"method": "plain", "max_tokens": 16, "temperature": 1.5, "top_p": 0.9, "seed": i} for i in range(5)]
+    ours, theirs = texts_of((model, slow), settings)
+    assert ours == theirs
+    assert isinstance(model.lm, Graphless) and model.lm.sent > 10 and len(again) > 10
 
 
 def test_a_pass_is_begun_only_behind_the_rows_last_one(model: Model) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outpace import noise
-from outpace.models.kernels import attention, choice, linear, runtime
+from outpace.models.kernels import attention, choice, kept, linear, runtime
 from outpace.models.kernels.attention import Config, Rule, Seen
 from outpace.sample import Sampler, Sampling
 
@@ -292,11 +292,11 @@ def test_choice_is_the_samplers(vocab: int, dtype: torch.dtype) -> None:
     heat = torch.tensor(temperatures, device=DEVICE, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     for seed in (0, 2**40 + 7):
         positions = [seed % 11 + i for i in range(len(temperatures))]
-        tokens, best, prob = choice.launch(logits, words_at(seed, positions), heat, block=64)
+        tokens, best, prob, sure = choice.launch(logits, words_at(seed, positions), heat, block=64).chosen
         samplers = [Sampler(Sampling(temperature=t, seed=seed)) for t in temperatures]
         want = [s.choose(row, [0] * p) for s, row, p in zip(samplers, logits, positions, strict=True)]
         assert tokens.tolist() == want
-        assert torch.equal(best, logits.max(1).values.float())
+        assert torch.equal(best, logits.max(1).values.float()) and sure.all()
         laws = [s.shape(row, [0]).double().softmax(0) for s, row in zip(samplers, logits, strict=True)]
         held = torch.stack([law[token] for law, token in zip(laws, want, strict=True)])
         torch.testing.assert_close(prob.double(), held, atol=1e-5, rtol=1e-4)
@@ -306,7 +306,7 @@ def test_choice_is_the_samplers(vocab: int, dtype: torch.dtype) -> None:
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(1, 90))
 def test_the_noise_is_that_of_the_library(seed: int, position: int, vocab: int) -> None:
     logits = torch.zeros(1, vocab, device=DEVICE)  # the noise alone chooses
-    tokens, *_ = choice.launch(logits, words_at(seed, [position]), torch.ones(1, device=DEVICE), block=32)
+    tokens, *_ = choice.launch(logits, words_at(seed, [position]), torch.ones(1, device=DEVICE), block=32).chosen
     assert int(tokens) == int(noise.gumbel(torch.arange(vocab), seed, position).argmax())
 
 
@@ -317,10 +317,70 @@ def test_choice_takes_the_first_of_equals_and_tells_what_is_not_finite() -> None
     logits[2, 99] = math.inf
     logits[3] = -math.inf
     words, heat = words_at(0, [0] * 5), torch.tensor([0, 1, 0, 1, 0.0], device=DEVICE)
-    tokens, best, _ = choice.launch(logits, words, heat, block=32)
+    tokens, best, *_ = choice.launch(logits, words, heat, block=32).chosen
     assert tokens[0] == 40 and best[0] == 1 and tokens[4] == 0 and best[4] == 0
     assert not best[1:4].isfinite().any()
     assert (tokens >= 0).all() and (tokens < 100).all()
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": 1}, {"top_k": 5}, {"top_k": 40}, {"top_p": 0.02}, {"top_p": 0.5}, {"top_p": 0.9}, {"min_p": 0.1},
+    {"min_p": 1.0}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.7, "min_p": 0.05},
+    {"top_k": 9, "top_p": 0.6, "min_p": 0.2}, {},
+]  # fmt: skip
+
+
+def limits_of(settings: list[dict[str, Any]]) -> Tensor:
+    names = ("top_k", "top_p", "min_p")
+    return torch.tensor([[float(s.get(name, 0)) for s in settings] for name in names], device=DEVICE).double()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_choice_among_what_filters_leave_is_the_samplers(dtype: torch.dtype, temperature: float) -> None:
+    vocab, count = 150, len(FILTERS)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        # No two are equal: which of those comes first is the choice of whoever sorts.
+        logits = torch.stack([torch.randperm(vocab) / 8 - 9 for _ in range(count)])
+        logits = (logits + (torch.rand(count, vocab) / 16 if dtype == torch.float32 else 0)).to(DEVICE, dtype)
+        logits[:, seed] = -torch.inf
+        heat, positions = (
+            torch.full([count], temperature, device=DEVICE, dtype=torch.float64),
+            list(range(7, 7 + count)),
+        )
+        words, limits = words_at(seed, positions), limits_of(FILTERS)
+        found = kept.launch(logits, words, heat, limits, block=64, most=128)
+        samplers = [Sampler(Sampling(temperature=temperature, seed=seed, **given)) for given in FILTERS]
+        assert found[3].all()
+        assert found[0].tolist() == [s.choose(x, [0] * p) for s, x, p in zip(samplers, logits, positions, strict=True)]
+        assert torch.equal(found[1].float(), logits.amax(1).float())
+        laws = [s.law(x, [0])[int(token)] for s, x, token in zip(samplers, logits, found[0], strict=True)]
+        torch.testing.assert_close(found[2], torch.stack(laws), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "sure"),
+    [
+        ({"top_k": 30}, True), ({"top_k": 90}, False), ({"top_p": 0.3}, True), ({"top_p": 0.95}, False),
+        ({"min_p": 0.5}, True), ({"min_p": 1e-4}, False), ({"top_k": 30, "top_p": 0.95}, True), ({}, True),
+    ],
+)  # fmt: skip
+def test_a_choice_is_unsure_where_more_tokens_may_be_left_than_are_sorted(given: dict[str, Any], sure: bool) -> None:
+    logits = -torch.arange(300, device=DEVICE)[None] / 40  # the 64 likeliest are within 1.6 of the largest
+    for seed in range(2):
+        found = kept.launch(logits, words_at(seed, [3]), torch.ones(1, device=DEVICE), limits_of([given]), 64, 64)
+        assert bool(found[3, 0]) == sure
+        if sure:
+            assert int(found[0, 0]) == Sampler(Sampling(temperature=1.0, seed=seed, **given)).choose(logits[0], [0] * 3)
+
+
+def test_logits_that_cannot_be_chosen_from_are_told_with_filters_too() -> None:
+    logits = torch.zeros(3, 100, device=DEVICE)
+    logits[0, 3], logits[1, 7], logits[2] = math.nan, math.inf, -math.inf
+    limits = limits_of([{"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}])
+    tokens, best, *_ = kept.launch(logits, words_at(0, [0] * 3), torch.ones(3, device=DEVICE), limits, 32, 64)
+    assert not best.isfinite().any() and (tokens >= 0).all() and (tokens < 100).all()
 
 
 def test_operators_are_well_formed() -> None:
@@ -330,6 +390,7 @@ def test_operators_are_well_formed() -> None:
         torch.ops.outpace.attend: (q, keys.nan_to_num(), values.nan_to_num(), list(seen), None, [0.25, 0.0, 0.0]),
         torch.ops.outpace.linears: (x, weights, [None, None]),
         torch.ops.outpace.choose: (x, words_at(0, [0, 1, 2]), torch.ones(3, device=DEVICE)),
+        torch.ops.outpace.choose_kept: (x, words_at(0, [0, 1, 2]), torch.ones(3, device=DEVICE), limits_of([{}] * 3)),
     }
     for op, args in cases.items():
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))

@@ -29,9 +29,9 @@ class Last(NamedTuple):
         places, at = dict[int, int](), 0
         for job, output in zip(self.jobs, self.outputs, strict=True):
             at += len(job.tokens)
-            if job.tree is not None and len(job.tree) == 1 and output.chosen is not None:
+            if job.tree is not None and len(job.tree) == 1 and output.chosen is not None and output.chosen.there:
                 places[job.row] = at - 1
-        if any(row not in places for row in rows) or any(pick is None or pick.filters for pick in picks):
+        if any(row not in places for row in rows) or any(pick is None for pick in picks):
             return None
         held = {job.row: job.end for job in self.jobs}
         return [Job(row, held[row], [], Tree([places[row]]), pick=pick) for row, pick in zip(rows, picks, strict=True)]
@@ -46,7 +46,7 @@ class Sent(NamedTuple):
 
     def answers(self, job: Job) -> bool:
         alike = job.start == self.job.start and not job.pending and job.pick == self.job.pick
-        return alike and job.tree is not None and job.tree.tokens == [self.before.tokens[-1]]
+        return alike and job.tree is not None and job.tree.tokens == [self.before.fed[-1]]
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,10 +15,14 @@ from outpace.models import lane
 from outpace.models.base import Chosen, Job
 from outpace.models.capture import Replay
 from outpace.models.stages import Span
+from outpace.sample import MinP, Pick, TopK, TopP
 
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, rounded up
 SLOTS = (2, 4, 8, 16, 32, 64)  # requests of a pass, rounded up
-COLUMNS = 3 + lane.WORDS + 3  # of a token: id, position, entry, bits; words of noise, temperature
+# Of a token: id, position, entry, bits; words of noise, temperature; top_k, top_p, min_p.
+NOISE, HEAT, LIMITS = slice(3 + lane.WORDS, 5 + lane.WORDS), 5 + lane.WORDS, slice(6 + lane.WORDS, 9 + lane.WORDS)
+COLUMNS = LIMITS.stop
+FOUND = 4  # numbers of a choice: token, largest logit, probability, whether it is sure
 BUFFERS = 2  # that the host writes in turns
 
 
@@ -30,12 +34,30 @@ class Size(NamedTuple):
     taps: tuple[int, ...] = ()
     span: Span | None = None  # of layers; None: all of them
     heads: bool = True  # whether logits are wanted
+    filtered: bool = False  # whether tokens are left out before a choice
     turn: int = 0  # of two graphs: one runs while what the other left is read
 
     @classmethod
     def of(cls, jobs: Seq[Job], taps: tuple[int, ...] = ()) -> Size:
         tokens = sum(len(job.tokens) for job in jobs)
-        return cls(next(n for n in SIZES if n >= tokens), next(n for n in SLOTS if n >= len(jobs)), taps)
+        size = cls(next(n for n in SIZES if n >= tokens), next(n for n in SLOTS if n >= len(jobs)), taps)
+        return size._replace(filtered=any(limits(job.pick) is not None for job in jobs))
+
+
+def limits(pick: Pick | None) -> list[float] | None:
+    """What the graph is told of its filters; None: nothing, because it has none, or some that a graph has not."""
+    found = [0.0, 0.0, 0.0]
+    for keep in pick.filters if pick is not None else ():
+        match keep:
+            case TopK():
+                found[0] = keep.count
+            case TopP():
+                found[1] = keep.mass
+            case MinP():
+                found[2] = keep.share
+            case _:
+                return None
+    return found if any(found) else None
 
 
 class Left(NamedTuple):
@@ -44,7 +66,7 @@ class Left(NamedTuple):
     logits: Tensor | None  # [tokens, vocab]
     states: Tensor | None  # [tokens, hidden]: what leaves the last layer of a span
     recorded: dict[int, Tensor]  # tap -> [tokens, hidden]
-    chosen: Tensor | None  # [3, tokens]: choice, largest logit, probability of the choice
+    chosen: Tensor | None  # [FOUND, tokens]
 
 
 class Staging:
@@ -78,7 +100,7 @@ class Captured:
     replay: Replay[Left]
     staging: Staging
     entering: Tensor | None  # [tokens, hidden]: states that enter, behind the first layer or beside the tokens
-    read: Tensor  # [3, tokens]: the choices on the host, pinned
+    read: Tensor  # [FOUND, tokens]: the choices on the host, pinned
     size: Size
 
     def launch(self) -> None:
@@ -106,7 +128,7 @@ class Coming:
         self._done.synchronize()
 
     @cached_property
-    def rows(self) -> list[list[float]]:  # [3][tokens]
+    def rows(self) -> list[list[float]]:  # [FOUND][tokens]
         self.wait()
         return self._read.tolist()
 
@@ -114,15 +136,24 @@ class Coming:
 class Soon(Chosen):
     """A job's part of them: whoever reads it waits, and until then the host has time for other things."""
 
-    def __init__(self, coming: Coming, part: slice):
-        self._coming, self._part = coming, part
+    def __init__(self, coming: Coming, part: slice, again: Callable[[], Chosen]):
+        self._coming, self._part, self._again = coming, part, again
 
     def wait(self) -> None:
         self._coming.wait()
 
     @property
-    def tokens(self) -> list[int]:  # type: ignore[override]
+    def fed(self) -> list[int]:
         return [int(token) for token in self._coming.rows[0][self._part]]
+
+    @cached_property
+    def _unsure(self) -> Chosen | None:
+        """The choices made anew, where more tokens may be left by the filters than the device has looked at."""
+        return None if all(self._coming.rows[3][self._part]) else self._again()
+
+    @property
+    def tokens(self) -> Seq[int]:  # type: ignore[override]
+        return self.fed if self._unsure is None else self._unsure.tokens
 
     @property
     def best(self) -> list[float]:  # type: ignore[override]
@@ -130,4 +161,4 @@ class Soon(Chosen):
 
     @property
     def probs(self) -> list[float]:  # type: ignore[override]
-        return self._coming.rows[2][self._part]
+        return self._coming.rows[2][self._part] if self._unsure is None else self._unsure.probs

@@ -46,7 +46,7 @@ class State(NamedTuple):
     )
     given: Tensor  # the same on the device
     noise: Tensor  # [steps, slots, 2]
-    out: Tensor  # [steps, 3, slots]: choices, largest logits, probabilities of the choices
+    out: Tensor  # [steps, 4, slots]: what `choose` gives
     states: Tensor | None  # [steps, slots, hidden]: what leaves a span of layers
     entering: Tensor | None  # [slots, hidden]: what a model that takes states feeds back to itself
 
@@ -57,7 +57,7 @@ class State(NamedTuple):
         entering = torch.zeros(slots, width, dtype=dtype, device=device) if lm.feeds else None
         staged = torch.zeros(2, 6, slots, dtype=torch.int64, pin_memory=True)
         noise = torch.zeros(MOST_STEPS, slots, 2, dtype=torch.int64, device=device)
-        out = torch.zeros(MOST_STEPS, 3, slots, dtype=torch.float64, device=device)
+        out = torch.zeros(MOST_STEPS, 4, slots, dtype=torch.float64, device=device)
         return cls(staged, staged.to(device), noise, out, states, entering)
 
 
@@ -90,7 +90,7 @@ class Chains:
         self._begin(state, links, steps)
         for _ in range(steps):
             advance()
-        tokens, _, probs = state.out[:steps, :, : len(links)].transpose(0, 1).tolist()
+        tokens, _, probs, _ = state.out[:steps, :, : len(links)].transpose(0, 1).tolist()
         drawn = []
         for i in range(len(links)):
             # A step follows the guess before it, and the first one follows a guess that was made before the chain.

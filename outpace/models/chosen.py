@@ -14,6 +14,12 @@ class Chosen:
     tokens: Seq[int]  # found when they are looked at, perhaps
     best: list[float]
     probs: list[float]  # of the choices, after the temperature
+    there: bool = True  # the device has choices as well, so that a pass can begin with them before the host knows them
+
+    @property
+    def fed(self) -> Seq[int]:
+        """The choices as the device has them."""
+        return self.tokens
 
     def wait(self) -> None:
         """Until the choices are made."""

@@ -41,7 +41,7 @@ class EarlyGraphLM(EarlyLM):
         noise = torch.cat([words(p.seed, torch.tensor([n])) for p, n in zip(picks, lengths, strict=True)])
         heat = torch.tensor([pick.temperature for pick in picks], device=whole.device)
         logits = torch.cat([score.logits for score in scores])
-        chosen, _, probs = torch.ops.outpace.choose(logits, noise.to(whole.device), heat).tolist()
+        chosen, _, probs, _ = torch.ops.outpace.choose(logits, noise.to(whole.device), heat).tolist()
         found = [[Guess(int(token), prob)] for token, prob in zip(chosen, probs, strict=True)]
         if steps == 1:
             return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,21 @@ from outpace.models import lane
 from outpace.models.ahead import Ahead, Last
 from outpace.models.base import CHUNK, LM, Chosen, Guess, Job, Output, Shape
 from outpace.models.capture import capture
-from outpace.models.captured import COLUMNS, SIZES, Captured, Coming, Left, Size, Soon, Staging
+from outpace.models.captured import (
+    COLUMNS,
+    FOUND,
+    HEAT,
+    LIMITS,
+    NOISE,
+    SIZES,
+    Captured,
+    Coming,
+    Left,
+    Size,
+    Soon,
+    Staging,
+    limits,
+)  # fmt: skip
 from outpace.models.chain import MOST_STEPS, Chains, Link
 from outpace.models.early_graph import EarlyGraphLM
 from outpace.models.fast import FastLM
@@ -33,6 +48,7 @@ from outpace.sample import Pick
 from outpace.tree import Tree
 
 MOST_GRAPHS = 48  # the one that was not used for longest goes
+NO_LIMITS = [0.0, 0.0, 0.0]
 
 
 class GraphLM(FastLM):
@@ -186,8 +202,11 @@ class GraphLM(FastLM):
         heat = [0.0 if pick is None else pick.temperature for pick in picks]
         if any(heat):
             seeds, count = [0 if pick is None else pick.seed for pick in picks], len(picks)
-            table[-3:-1, :count] = words_of(seeds, table[1, :count] + self.before + 1).T
-            table[-1, :count] = np.array(heat).view(np.int64)
+            table[NOISE, :count] = words_of(seeds, table[1, :count] + self.before + 1).T
+            table[HEAT, :count] = np.array(heat).view(np.int64)
+        if captured.size.filtered:
+            told = [limits(pick) or NO_LIMITS for pick in picks]
+            table[LIMITS, : len(picks)] = np.array(told, dtype=np.float64).T.copy().view(np.int64)
         host[tokens * COLUMNS :] = np.array(packing.jobs).reshape(-1)
         captured.staging.send()
 
@@ -195,28 +214,27 @@ class GraphLM(FastLM):
         coming = Coming(captured, sum(len(job.tokens) for job in jobs))
         outputs, at = [], 0
         for job in jobs:
-            pick = job.pick
             first, end = at + len(job.pending), at + len(job.tokens)
             hidden = {tap: states[at:end].clone() for tap, states in captured.left.recorded.items()}
             assert captured.left.logits is not None
             logits, chosen = captured.left.logits[first:end], None
-            if pick is not None and pick.filters:
-                chosen = self._filtered(logits, pick, [position + 1 for position in job.positions[len(job.pending) :]])
-            elif pick is not None:
-                chosen = Soon(coming, slice(first, end))
+            if job.pick is not None:
+                again = partial(self._filtered, logits, job.pick, job.positions[len(job.pending) :])
+                made = not job.pick.filters or limits(job.pick) is not None  # by the graph
+                chosen = Soon(coming, slice(first, end), again) if made else again()
             outputs.append(Output(logits, hidden, chosen))
             at = end
         return outputs
 
     def _filtered(self, logits: Tensor, pick: Pick, positions: list[int]) -> Chosen:
-        """Choices among what the filters leave: they sort, so they are not part of every graph."""
+        """Choices among what the filters leave, where a graph cannot make them: they sort, or may leave many tokens."""
         best = logits.amax(-1)
         kept = logits.float() / pick.temperature
         for keep in pick.filters:
             kept = keep(kept)
-        noise = words(pick.seed, torch.tensor(positions, device=self.device) + self.before)
-        tokens, _, probs = torch.ops.outpace.choose(kept, noise, torch.ones_like(best, dtype=torch.float32)).tolist()
-        return Chosen([int(token) for token in tokens], best.tolist(), probs)
+        noise = words(pick.seed, torch.tensor(positions, device=self.device) + self.before + 1)
+        tokens, _, probs, _ = torch.ops.outpace.choose(kept, noise, torch.ones_like(best, dtype=torch.float32)).tolist()
+        return Chosen([int(token) for token in tokens], best.tolist(), probs, there=False)
 
     def _captured(self, size: Size) -> Captured:
         if self._generation != self.cache.generation:  # the pool moved: graphs read the old one
@@ -235,7 +253,7 @@ class GraphLM(FastLM):
 
     def _capture(self, size: Size) -> Captured:
         staging = Staging(size.tokens * COLUMNS + size.slots * 4, self.device)
-        read = torch.zeros(3, size.tokens, dtype=torch.float64, pin_memory=True)
+        read = torch.zeros(FOUND, size.tokens, dtype=torch.float64, pin_memory=True)
         entering = None
         if self.feeds or (size.span is not None and size.span.first):
             width = self.quick.config.get_text_config().hidden_size
@@ -255,7 +273,7 @@ class GraphLM(FastLM):
         table = given[: size.tokens * COLUMNS].view(COLUMNS, size.tokens)
         jobs = given[size.tokens * COLUMNS :].view(size.slots, 4)
         ids, positions, where = table[0], table[1], table[2]
-        bits, noise, temperature = table[3 : 3 + lane.WORDS], table[-3:-1], table[-1]
+        bits, noise, heat, cut = table[3 : 3 + lane.WORDS], table[NOISE], table[HEAT], table[LIMITS]
 
         def run() -> Left:
             lanes = self.lanes(where, jobs, bits.T.contiguous(), positions)
@@ -270,7 +288,11 @@ class GraphLM(FastLM):
                     states, logits = self.stage(self.quick, size.span).run(ids, entering, wanted, **given)
             if logits is None:
                 return Left(None, states, recorded, None)
-            chosen = torch.ops.outpace.choose(logits, noise.T, temperature.view(torch.float64))
+            choice = logits, noise.T, heat.view(torch.float64)
+            if size.filtered:
+                chosen = torch.ops.outpace.choose_kept(*choice, cut.view(torch.float64))
+            else:
+                chosen = torch.ops.outpace.choose(*choice)
             return Left(logits, states, recorded, chosen)
 
         return run

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outpace.models.attention import Rule
 from outpace.models.base import Job
-from outpace.models.kernels import attention, choice, cpu, linear  # noqa: F401 (they define the operators)
+from outpace.models.kernels import attention, choice, cpu, kept, linear  # noqa: F401 (they define the operators)
 from outpace.models.pool import PoolCache
 
 WORDS = 2  # of 64 ancestor bits

@@ -7,16 +7,20 @@ of the vocabulary is written.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from outpace.models.kernels.runtime import begin, constexpr, early, jit, power, tl
 
+BLOCK = 2048  # logits of a chunk
+
 
 def choose(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
-    """Each row's token; its largest logit, which is not finite when the row cannot be chosen from; and the token's
-    probability, under greedy choice that at temperature 1."""
-    # [rows, vocab], int64 [rows, 2] of `noise.keys`, [rows] (0: greedy) -> float64 [3, rows]
+    """Each row's token; its largest logit, which is not finite when the row cannot be chosen from; the token's
+    probability, under greedy choice that at temperature 1; and 1, because it is sure."""
+    # [rows, vocab], int64 [rows, 2] of `noise.keys`, [rows] (0: greedy) -> float64 [4, rows]
     return torch.ops.outpace.choose(logits, words, temperature)
 
 
@@ -24,25 +28,31 @@ def choose(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
     "outpace::choose", mutates_args=(), schema="(Tensor logits, Tensor words, Tensor temperature) -> Tensor"
 )
 def _choose(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
-    return launch(logits, words, temperature)
+    return launch(logits, words, temperature).chosen
 
 
 @_choose.register_fake
 def _(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
-    return logits.new_empty(3, logits.shape[0], dtype=torch.float64)
+    return logits.new_empty(4, logits.shape[0], dtype=torch.float64)
 
 
-def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = 2048) -> Tensor:
+class Made(NamedTuple):
+    """Choices, and what was found on the way."""
+
+    chosen: Tensor  # float64 [4, rows]
+    facts: Tensor  # [4, rows, chunks]: largest logit; after the temperature: largest, mass, and that of the winner
+
+
+def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = BLOCK) -> Made:
     """Both kernels, in chunks of `block` logits. Everything is read where it lies, or there would be more of them."""
     (rows, vocab), device = logits.shape, logits.device
-    chosen = torch.empty(3, rows, dtype=torch.float64, device=device)
-    if rows == 0:
-        return chosen
     chunks = -(-vocab // block)
+    chosen = torch.empty(4, rows, dtype=torch.float64, device=device)
     scores = torch.empty(rows, chunks, dtype=torch.float64, device=device)
     winners = torch.empty(rows, chunks, dtype=torch.int32, device=device)
-    # Of each chunk: its largest logit; then, after the temperature, its largest, its mass, and its winner's.
     facts = torch.empty(4, rows, chunks, dtype=torch.float32, device=device)
+    if rows == 0:
+        return Made(chosen, facts)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     with torch.cuda.device_of(logits):
         # PyTorch divides by a number on a GPU as it multiplies by the inverse, and on a CPU it divides.
@@ -52,7 +62,7 @@ def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = 2048
             **early(device),
         )  # fmt: skip
         _best[(rows,)](scores, winners, facts, chosen, chunks, BLOCK=power(chunks), num_warps=4, **early(device))
-    return chosen
+    return Made(chosen, facts)
 
 
 @jit
@@ -76,8 +86,8 @@ def _chunk(
         warm, top = x, tl.where(largest == largest, largest, float("-inf")).to(tl.float64)
         winner = tl.min(tl.where(x == largest, token, vocab - 1), 0)  # the first, if several are
     else:
-        warm = _cooled(x, heat.to(x.dtype), INVERSE)
-        score = warm.to(tl.float64) + _gumbel(token, words + row * w0, w1)
+        warm = cooled(x, heat.to(x.dtype), INVERSE)
+        score = warm.to(tl.float64) + gumbel(token, words + row * w0, w1)
         score = tl.where(score == score, score, float("-inf"))
         top = tl.max(score, 0)
         winner = tl.min(tl.where(score == top, token, vocab - 1), 0)
@@ -93,7 +103,7 @@ def _chunk(
 
 
 @jit
-def _cooled(x, heat, INVERSE: constexpr):
+def cooled(x, heat, INVERSE: constexpr):
     """`x / heat`, in the dtype of x, to the bit as PyTorch has it."""
     one = heat * 0 + 1
     if x.dtype == tl.float64:
@@ -103,7 +113,7 @@ def _cooled(x, heat, INVERSE: constexpr):
 
 
 @jit
-def _gumbel(token, words, apart):
+def gumbel(token, words, apart):
     """`outpace.noise.gumbel` of each token, with the two words of its keys."""  # float64
     a, b = tl.load(words).to(tl.uint32), tl.load(words + apart).to(tl.uint32)
     word = _mix(_mix(token.to(tl.uint32) * 0x9E3779B1 + a) ^ b)
@@ -139,3 +149,4 @@ def _best(scores, winners, facts, chosen, chunks, BLOCK: constexpr, EARLY: const
     tl.store(chosen + row, first.to(tl.float64))
     tl.store(chosen + rows + row, tl.where(bad, float("nan"), tl.max(largest, 0)).to(tl.float64))
     tl.store(chosen + 2 * rows + row, (tl.exp(kept - top) / total).to(tl.float64))
+    tl.store(chosen + 3 * rows + row, tl.full([], 1, tl.float64))
