@@ -40,7 +40,7 @@ class Rota:
     def sample(self, rests: Seq[Rest]) -> None:
         """Before a pass: while nothing pays, only some of many are asked, and those who join wait for the others."""
         self._spared = []
-        if self._pays or len(rests) <= SAMPLE:
+        if self._pays or not self._pause or len(rests) <= SAMPLE:
             return
         due = [rest for rest in rests if not self.resting(rest)]
         apart = len(due) // SAMPLE
@@ -52,6 +52,7 @@ class Rota:
             self._turn += 1
             for rest in self._spared:
                 self._begin(rest, max(rest.pause, self._pause))
+                rest.left = max(rest.left, 1)  # in any case for this pass
 
     def begin(self) -> None:
         """A pass begins."""

@@ -52,6 +52,13 @@ def test_of_many_some_are_asked_for_all_and_each_in_its_turn() -> None:
     assert len(found) < 30 and max(after - before for before, after in pairwise(found)) == LONGEST
 
 
+@pytest.mark.parametrize("longest", [0, 1, 2, 3])
+def test_short_rests_of_many_are_kept_too(longest: int) -> None:
+    rota, rests = Rota(), [Rest() for _ in range(64)]
+    found = [len(step(rota, rests, NOTHING, longest=longest)) for _ in range(40)]
+    assert found == [64] * 40 if longest == 0 else set(found[1:]) == {0, SAMPLE}
+
+
 def test_no_rest_is_longer_than_what_asking_is_worth() -> None:
     rota, rests = Rota(), [Rest() for _ in range(64)]
     found = [now for now in range(100) if step(rota, rests, NOTHING, longest=10)]

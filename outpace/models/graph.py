@@ -33,7 +33,7 @@ from outpace.models.captured import (
     Soon,
     Staging,
     limits,
-)  # fmt: skip
+)
 from outpace.models.chain import MOST_STEPS, Chains, Link
 from outpace.models.early_graph import EarlyGraphLM
 from outpace.models.fast import FastLM
@@ -219,20 +219,21 @@ class GraphLM(FastLM):
             assert captured.left.logits is not None
             logits, chosen = captured.left.logits[first:end], None
             if job.pick is not None:
-                again = partial(self._filtered, logits, job.pick, job.positions[len(job.pending) :])
+                again = partial(self._filtered, logits, job, job.pick)
                 made = not job.pick.filters or limits(job.pick) is not None  # by the graph
                 chosen = Soon(coming, slice(first, end), again) if made else again()
             outputs.append(Output(logits, hidden, chosen))
             at = end
         return outputs
 
-    def _filtered(self, logits: Tensor, pick: Pick, positions: list[int]) -> Chosen:
+    def _filtered(self, logits: Tensor, job: Job, pick: Pick) -> Chosen:
         """Choices among what the filters leave, where a graph cannot make them: they sort, or may leave many tokens."""
         best = logits.amax(-1)
         kept = logits.float() / pick.temperature
         for keep in pick.filters:
             kept = keep(kept)
-        noise = words(pick.seed, torch.tensor(positions, device=self.device) + self.before + 1)
+        positions = torch.tensor(job.positions[len(job.pending) :], device=self.device)
+        noise = words(pick.seed, positions + self.before + 1)
         tokens, _, probs, _ = torch.ops.outpace.choose(kept, noise, torch.ones_like(best, dtype=torch.float32)).tolist()
         return Chosen([int(token) for token in tokens], best.tolist(), probs, there=False)
 
