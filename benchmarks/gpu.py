@@ -5,6 +5,7 @@ makes of it, with text of a small model that was grown to the large shape.
     python benchmarks/gpu.py draft
     python benchmarks/gpu.py speculation --small smollm2-135m-instruct
     python benchmarks/gpu.py batches --small smollm2-135m-instruct --chance 0.2 0.4 0.7
+    python benchmarks/gpu.py sampling --small smollm2-135m-instruct
 """
 
 from __future__ import annotations
@@ -190,6 +191,11 @@ def prompts() -> Iterator[list[int]]:
         yield [words[(j * (i + 3) + j // 7) % len(words)] for j in range(length)]
 
 
+def batch(size: int) -> list[list[int]]:
+    """So many prompts, of different lengths."""
+    return [p[: len(p) - i // 8] for i, p in zip(range(size), list(prompts()) * 8, strict=False)]
+
+
 def rate(model: outpace.Model, given: list[list[int]], **settings: Any) -> tuple[float, float, list[list[int]]]:
     """Tokens per second of decoding, tokens per pass, and the tokens."""
     torch.cuda.synchronize()
@@ -244,7 +250,7 @@ def batches(small: str, count: int, chances: list[float]) -> None:
     model = wrapped(grown(small))
     model.max_rows = 64
     for size in (1, 4, 16, 64):
-        given = [p[: len(p) - i // 8] for i, p in zip(range(size), list(prompts()) * 8, strict=False)]
+        given = batch(size)
         plain, _, tokens = max(rate(model, given, method="plain", max_tokens=count) for _ in range(RUNS))
         answers = {len(p): p + t for p, t in zip(given, tokens, strict=True)}
         for chance in chances:
@@ -258,9 +264,30 @@ def batches(small: str, count: int, chances: list[float]) -> None:
             say(line)
 
 
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature 0.8": {"temperature": 0.8},
+    "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "top_k 50, top_p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "min_p 0.05": {"temperature": 0.8, "min_p": 0.05},
+    "typical_p 0.9": {"temperature": 0.8, "typical_p": 0.9},  # by the host, as the others were once
+}
+
+
+def sampling(small: str, count: int) -> None:
+    """What it costs to leave tokens out before a choice, in plain decoding."""
+    model = wrapped(grown(small))
+    model.max_rows = 64
+    for size in (1, 16, 64):
+        given = batch(size)
+        for name, settings in SAMPLING.items():
+            fast = max(rate(model, given, method="plain", max_tokens=count, **settings)[0] for _ in range(3))
+            say(f"batch {size:2d}, {name}: {fast:7.1f} tokens/s")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["passes", "draft", "speculation", "batches"])
+    parser.add_argument("part", choices=["passes", "draft", "speculation", "batches", "sampling"])
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--small", default="smollm2-135m-instruct", help="shelf name or folder of a Llama to grow")
@@ -274,5 +301,7 @@ if __name__ == "__main__":
         draft()
     elif asked.part == "speculation":
         speculation(asked.small, asked.tokens)
+    elif asked.part == "sampling":
+        sampling(asked.small, asked.tokens)
     else:
         batches(asked.small, asked.tokens, asked.chance)
