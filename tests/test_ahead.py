@@ -12,7 +12,7 @@ import torch
 
 from outpace.api import Model, Request
 from outpace.engine import Engine
-from outpace.models.ahead import Ahead, Last
+from outpace.models.ahead import Ahead, Doubt, Last
 from outpace.models.base import Chosen, Job, Output
 from outpace.models.captured import Size
 from outpace.noise import gumbel
@@ -160,3 +160,11 @@ def test_jobs_are_known_only_behind_single_tokens() -> None:
     assert last.next([4], [None]) is None
     host = replace(chosen, chosen=Chosen([3], [0.0], [1.0], there=False))  # the device has chosen something else
     assert last._replace(outputs=[host, host]).next([4], [pick]) is None
+
+
+def test_passes_that_are_often_in_vain_are_no_longer_begun() -> None:
+    doubt, begun = Doubt(), []
+    for now in range(60):
+        begun.append(doubt.next())
+        doubt.seen = now < 20
+    assert all(begun[:4]) and not any(begun[6:20]) and all(begun[-20:])

@@ -14,7 +14,7 @@ import outpace
 from outpace.api import Model, Request
 from outpace.engine import Engine
 from outpace.models import captured, graph
-from outpace.models.ahead import Ahead
+from outpace.models.ahead import Ahead, Doubt
 from outpace.models.captured import COLUMNS, FOUND, Captured, Left, Size
 from outpace.models.fast import FastLM
 from outpace.models.graph import GraphLM
@@ -69,7 +69,8 @@ class Graphless(GraphLM):
     def __init__(self, fast: FastLM):
         self.__dict__.update(fast.__dict__)
         self._graphs, self._generation, self.graph_memory = OrderedDict(), self.cache.generation, None
-        self._last, self._ahead, self.capture_seconds, self.most_tokens = None, Ahead(), 0.0, 512
+        self._last, self._ahead, self._doubt = None, Ahead(), Doubt()
+        self.capture_seconds, self.most_tokens = 0.0, 512
         self.sent = 0
 
     @torch.no_grad()
@@ -159,7 +160,8 @@ def test_choices_that_a_graph_is_not_sure_of_are_made_again(
     settings = [{"method": "plain", "max_tokens": 16, "temperature": 1.5, "top_p": 0.9, "seed": i} for i in range(5)]
     ours, theirs = texts_of((model, slow), settings)
     assert ours == theirs
-    assert isinstance(model.lm, Graphless) and model.lm.sent > 10 and len(again) > 10
+    assert isinstance(model.lm, Graphless) and len(again) > 10
+    assert 3 <= model.lm.sent < 12  # then it has seen that most are in vain
 
 
 def test_a_pass_is_begun_only_behind_the_rows_last_one(model: Model) -> None:

@@ -359,20 +359,23 @@ def test_choice_among_what_filters_leave_is_the_samplers(dtype: torch.dtype, tem
         torch.testing.assert_close(found[2], torch.stack(laws), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("given", "sure"),
-    [
-        ({"top_k": 30}, True), ({"top_k": 90}, False), ({"top_p": 0.3}, True), ({"top_p": 0.95}, False),
-        ({"min_p": 0.5}, True), ({"min_p": 1e-4}, False), ({"top_k": 30, "top_p": 0.95}, True), ({}, True),
-    ],
-)  # fmt: skip
-def test_a_choice_is_unsure_where_more_tokens_may_be_left_than_are_sorted(given: dict[str, Any], sure: bool) -> None:
-    logits = -torch.arange(300, device=DEVICE)[None] / 40  # the 64 likeliest are within 1.6 of the largest
-    for seed in range(2):
-        found = kept.launch(logits, words_at(seed, [3]), torch.ones(1, device=DEVICE), limits_of([given]), 64, 64)
-        assert bool(found[3, 0]) == sure
-        if sure:
-            assert int(found[0, 0]) == Sampler(Sampling(temperature=1.0, seed=seed, **given)).choose(logits[0], [0] * 3)
+SURE: list[tuple[dict[str, Any], str]] = [
+    ({"top_k": 30}, "always"), ({"top_k": 90}, "often"), ({"top_p": 0.3}, "always"), ({"top_p": 0.95}, "often"),
+    ({"min_p": 0.5}, "always"), ({"min_p": 1e-4}, "often"), ({"top_k": 30, "top_p": 0.95}, "always"),
+    ({"top_k": 90, "top_p": 0.5}, "never"), ({"top_k": 90, "min_p": 0.1}, "often"), ({}, "always"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "how_often"), SURE)
+def test_a_choice_is_sure_or_told_to_be_unsure(given: dict[str, Any], how_often: str) -> None:
+    seeds = range(24)
+    logits = (-torch.arange(300, device=DEVICE) / 40).expand(len(seeds), -1)  # 64 are sorted: within 1.6 of the first
+    words = torch.cat([words_at(seed, [3]) for seed in seeds])
+    heat, limits = torch.ones(len(seeds), device=DEVICE), limits_of([given] * len(seeds))
+    tokens, _, _, sure = kept.launch(logits, words, heat, limits, 64, 64)
+    due = [Sampler(Sampling(temperature=1.0, seed=seed, **given)).choose(logits[0], [0] * 3) for seed in seeds]
+    assert all(token == want for token, want, told in zip(tokens.tolist(), due, sure.tolist(), strict=True) if told)
+    assert {"always": sure.all(), "often": 12 < sure.sum() < 24, "never": not sure.any()}[how_often]
 
 
 def test_logits_that_cannot_be_chosen_from_are_told_with_filters_too() -> None:

@@ -16,6 +16,8 @@ from outpace.models.captured import Captured
 from outpace.sample import Pick
 from outpace.tree import Tree
 
+FOLLOW, MOST_DOUBT = 0.1, 0.3  # weight of the newest pass in an average; share of passes that may be in vain
+
 
 class Last(NamedTuple):
     """The pass that was sent off last."""
@@ -76,3 +78,17 @@ class Ahead:
     def drop(self, row: int) -> None:
         """The row holds another text now."""
         self.rows.pop(row, None)
+
+
+@dataclass
+class Doubt:
+    """How often a pass leaves a choice to the host: what began ahead of that was in vain for all of its rows."""
+
+    often: float = 0.0  # share of the last passes
+    seen: bool = False  # in the pass before
+
+    def next(self) -> bool:
+        """Whether a pass should begin ahead."""
+        self.often += FOLLOW * (self.seen - self.often)
+        self.seen = False
+        return self.often < MOST_DOUBT

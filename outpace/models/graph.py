@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outpace.models import lane
-from outpace.models.ahead import Ahead, Last
+from outpace.models.ahead import Ahead, Doubt, Last
 from outpace.models.base import CHUNK, LM, Chosen, Guess, Job, Output, Shape
 from outpace.models.capture import capture
 from outpace.models.captured import (
@@ -67,6 +67,7 @@ class GraphLM(FastLM):
         self._chains = Chains(self)
         self._last: Last | None = None
         self._ahead = Ahead()
+        self._doubt = Doubt()
         self.capture_seconds = 0.0
 
     @classmethod
@@ -107,7 +108,7 @@ class GraphLM(FastLM):
         return outputs
 
     def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
-        last = self._last
+        last = self._last if self._doubt.next() else None
         jobs = None if last is None or self.feeds else last.next(rows, picks)
         if last is None or jobs is None or not all(self._follows(job) for job in jobs):
             return False
@@ -219,12 +220,16 @@ class GraphLM(FastLM):
             assert captured.left.logits is not None
             logits, chosen = captured.left.logits[first:end], None
             if job.pick is not None:
-                again = partial(self._filtered, logits, job, job.pick)
+                again = partial(self._redone, logits, job, job.pick)
                 made = not job.pick.filters or limits(job.pick) is not None  # by the graph
-                chosen = Soon(coming, slice(first, end), again) if made else again()
+                chosen = Soon(coming, slice(first, end), again) if made else self._filtered(logits, job, job.pick)
             outputs.append(Output(logits, hidden, chosen))
             at = end
         return outputs
+
+    def _redone(self, logits: Tensor, job: Job, pick: Pick) -> Chosen:
+        self._doubt.seen = True
+        return self._filtered(logits, job, pick)
 
     def _filtered(self, logits: Tensor, job: Job, pick: Pick) -> Chosen:
         """Choices among what the filters leave, where a graph cannot make them: they sort, or may leave many tokens."""

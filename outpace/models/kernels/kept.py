@@ -1,8 +1,9 @@
 """The choice among the tokens that `top_k`, `top_p` and `min_p` leave, without sorting the vocabulary.
 
 The likeliest tokens of a row, as many as one program can sort, are collected by how far they are from the largest. If
-all that is left out is dropped by the filters in any case, the choice among them is the choice; else it is not sure,
-and the host makes it. Sums run in a fixed order: what else is in the pass changes no bit.
+the filters drop all others, the choice among those is the choice; so it is if the choice of all tokens is one of them
+that stays. Else it is not sure, and the host makes it. Sums run in a fixed order: what else is in the pass changes no
+bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -171,27 +172,30 @@ def _kept(
         rest = tl.where(count == vocab, 0.0, tl.maximum(total - tl.sum(share, 0), 0.0))  # of those left out
 
         k = tl.minimum(tl.load(limits + row * l1), vocab).to(tl.int32)
-        sure = (k == 0) | (k <= count)
+        many = k > count  # of the tokens that it keeps some were left out
         edge = tl.sum(tl.where(place == MOST - k, value, 0.0), 0)
-        share = tl.where((k == 0) | (value >= edge), share, 0.0)
-        rest = tl.where(k == 0, rest, 0.0)
+        share = tl.where((k == 0) | many | (value >= edge), share, 0.0)
+        rest = tl.where((k == 0) | many, rest, 0.0)
 
         p = tl.load(limits + l0 + row * l1)
         whole = tl.maximum(tl.sum(share, 0) + rest, 1e-30)
         dropped = tl.where(p > 0, 1 - p, -1.0).to(tl.float32)  # mass
         upto = (tl.cumsum(share, 0) + rest) / whole
         share = tl.where((upto <= dropped) & (place < MOST - 1), 0.0, share)
-        sure &= (p == 0) | (rest / whole <= dropped)
-        rest = tl.where(p == 0, rest, 0.0)
+        unknown = many & (p > 0)  # of what mass p is a share
+        rest = tl.where((p > 0) & (rest / whole <= dropped), 0.0, rest)
 
         m = tl.load(limits + 2 * l0 + row * l1).to(tl.float32)
         share = tl.where(share < m, 0.0, share)
         least = (tl.exp2(within / STEPS) - 1) * 0.999  # distance of those left out
-        sure &= (rest == 0) | (tl.exp(-least) < m)
+        rest = tl.where(tl.exp(-least) < m, 0.0, rest)  # what is still there may be chosen from
 
         score = tl.where(share > 0, value.to(tl.float64) + gumbel(token, words + row * w0, w1), float("-inf"))
         winner = tl.min(tl.where(score == tl.max(score, 0), token, vocab - 1), 0)
+        # The winner of all tokens wins among those that are left, too, if it is one of them.
+        first = tl.load(chosen + row).to(tl.int32)
+        sure = (rest == 0) | (tl.sum(((token == first) & (share > 0)).to(tl.int32), 0) > 0)
         held = tl.sum(tl.where((token == winner) & live, share, 0.0), 0)
         tl.store(chosen + row, winner.to(tl.float64))
         tl.store(chosen + 2 * rows + row, (held / tl.maximum(tl.sum(share, 0), 1e-30)).to(tl.float64))
-        tl.store(chosen + 3 * rows + row, sure.to(tl.float64))
+        tl.store(chosen + 3 * rows + row, tl.where(unknown, 0.0, sure.to(tl.float64)))
