@@ -345,10 +345,8 @@ def test_choice_among_what_filters_leave_is_the_samplers(dtype: torch.dtype, tem
         logits = torch.stack([torch.randperm(vocab) / 8 - 9 for _ in range(count)])
         logits = (logits + (torch.rand(count, vocab) / 16 if dtype == torch.float32 else 0)).to(DEVICE, dtype)
         logits[:, seed] = -torch.inf
-        heat, positions = (
-            torch.full([count], temperature, device=DEVICE, dtype=torch.float64),
-            list(range(7, 7 + count)),
-        )
+        heat = torch.full([count], temperature, device=DEVICE, dtype=torch.float64)
+        positions = list(range(7, 7 + count))
         words, limits = words_at(seed, positions), limits_of(FILTERS)
         found = kept.launch(logits, words, heat, limits, block=64, most=128)
         samplers = [Sampler(Sampling(temperature=temperature, seed=seed, **given)) for given in FILTERS]

@@ -41,9 +41,8 @@ class Link(NamedTuple):
 class State(NamedTuple):
     """What the graph reads and advances."""
 
-    staged: (
-        Tensor  # [2, 6, slots], pinned: token, length, base, 1 for a live slot, temperature, step; what each grows by
-    )
+    # [2, 6, slots], pinned: token, length, base, 1 for a live slot, temperature, step; then what each grows by
+    staged: Tensor
     given: Tensor  # the same on the device
     noise: Tensor  # [steps, slots, 2]
     out: Tensor  # [steps, 4, slots]: what `choose` gives

@@ -28,7 +28,7 @@ STEPS = 8.0  # levels until 1 + distance has doubled: near ones are narrow, and 
 )
 def _choose_kept(logits: Tensor, words: Tensor, temperature: Tensor, limits: Tensor) -> Tensor:
     """As `choose`, where the filters of each row are `limits`: top_k, top_p, min_p, 0 for none; and whether it is
-    sure."""
+    sure. The probability is that among the tokens that were sorted, of which the filters may keep more."""
     # float64 [3, rows] -> float64 [4, rows]
     return launch(logits, words, temperature, limits, choice.BLOCK, MOST)
 
