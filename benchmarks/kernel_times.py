@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.kernels import attention, linear
-from outpace.models.kernels.linear import Config
+from outpace.models.kernels.linear import Config, Matrices
 
 Calls = list[Callable[[], object]]
 SHAPES = {
@@ -118,7 +118,7 @@ def data(sizes: list[int], k: int) -> list[list[Tensor]]:
 def calls_of(x: Tensor, copies: list[list[Tensor]], config: Config) -> Calls:
     none: list[Tensor | None] = [None] * len(copies[0])
     turns = copies * max(1, 4 // len(copies))
-    return [lambda ws=ws: linear.launch(x, ws, none, config) for ws in turns]  # type: ignore[misc]
+    return [lambda ws=ws: linear.launch(x, Matrices(ws, [], none), config) for ws in turns]  # type: ignore[misc]
 
 
 def torch_calls(x: Tensor, copies: list[list[Tensor]]) -> Calls:

@@ -91,11 +91,12 @@ def test_weights_that_are_bfloat16_numbers_are_read_as_such_with_the_same_bits()
             torch.testing.assert_close(long, linear(x, weight, bias))
 
 
-def test_int8_is_a_model_of_its_own() -> None:
-    model = quantize(tiny_models.MODELS["llama"]().float())
+@pytest.mark.parametrize("device", DEVICES)
+def test_int8_is_a_model_of_its_own(device: str) -> None:
+    model = quantize(tiny_models.MODELS["llama"]().float()).to(device)
     assert sum(isinstance(module, Int8Linear) for module in model.modules()) > 0
     quick, slow = outpace.wrap(model, eager=False), outpace.wrap(model, eager=True)
-    assert isinstance(quick.lm, FastLM)
+    assert isinstance(quick.lm, GraphLM if device == "cuda" else FastLM)
     plain = slow.generate(PROMPTS, method="plain", max_tokens=24)
     for method in ("plain", "recycling"):
         assert [r.tokens for r in quick.generate(PROMPTS, method=method, max_tokens=24)] == [r.tokens for r in plain]

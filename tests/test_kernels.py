@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import runpy
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ pytest.importorskip("triton")
 from outpace import noise
 from outpace.models.kernels import attention, choice, kept, linear, runtime
 from outpace.models.kernels.attention import Config, Rule, Seen
+from outpace.models.kernels.linear import Bytes, Matrices
 from outpace.sample import Sampler, Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -175,7 +177,8 @@ def test_who_arrives_last_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def run() -> list[Tensor]:
         mixed = attention.launch(*args, Rule(0.25), Config(16, 16, 5))
-        return [mixed, *linear.launch(x, weights, [x[0, :40], None], linear.Config(16, 16, 4))]
+        given_ = Matrices(weights, [], [x[0, :40], None])
+        return [mixed, *linear.launch(x, given_, linear.Config(16, 16, 4))]
 
     want, place = run(), type(builder).set_grid_idx
 
@@ -205,10 +208,23 @@ def rows_of(t: int, k: int, sizes: list[int], dtype: torch.dtype) -> tuple[Tenso
 def test_linears(t: int, k: int, sizes: list[int], config: linear.Config | None, dtype: torch.dtype) -> None:
     x, weights = rows_of(t, k, sizes, dtype)
     biases = [torch.randn(n).to(x) if i % 2 == 0 else None for i, n in enumerate(sizes)]
-    found = linear.launch(x, weights, biases, config)
-    for out, w, b in zip(found, weights, biases, strict=True):
-        want = x.double() @ w.double().T + (0 if b is None else b.double())
-        torch.testing.assert_close(out.double(), want, atol=ERROR[dtype], rtol=ERROR[dtype])
+    short = [(w.float() * 127 / w.float().abs().max()).round().to(torch.int8) for w in weights]
+    scales = [(0.5 + torch.rand(n).to(DEVICE)) * k**-0.5 / 40 for n in sizes]
+    for given_ in (Matrices(weights, [], biases), Matrices(short, scales, biases)):
+        found = linear.launch(x, given_, config)
+        for i, (out, w, b) in enumerate(zip(found, given_.weights, biases, strict=True)):
+            want = x.double() @ w.double().T * (given_.scales[i].double() if given_.scales else 1)
+            want += 0 if b is None else b.double()
+            torch.testing.assert_close(out.double(), want, atol=ERROR[dtype], rtol=ERROR[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 64])  # which are widened in different ways
+def test_every_int8_number_is_itself(rows: int) -> None:
+    every = torch.arange(-128, 128, dtype=torch.int8, device=DEVICE)
+    x = torch.eye(rows, 64, device=DEVICE)
+    matrix = every.repeat(64, 1).T.contiguous()  # [256, 64]
+    (found,) = linear.linears(x, [matrix], [torch.ones(256, device=DEVICE)], [None])
+    assert torch.equal(found, every.float().expand(rows, 256))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -216,12 +232,13 @@ def test_linears(t: int, k: int, sizes: list[int], config: linear.Config | None,
 def test_a_row_does_not_depend_on_the_others(split: int, dtype: torch.dtype) -> None:
     x, weights = rows_of(16, 96, [40, 24], dtype)
     config = linear.Config(16, 32, split)
-    whole = linear.launch(x, weights, [None, None], config)
+    whole = linear.launch(x, Matrices(weights, [], [None, None]), config)
     for t in (1, 3, 8, 15):
-        part = linear.launch(x[:t], weights, [None, None], config)
+        part = linear.launch(x[:t], Matrices(weights, [], [None, None]), config)
         assert all(torch.equal(a, b[:t]) for a, b in zip(part, whole, strict=True))
     strided = torch.cat([x, x], 1)[:, :96]
-    assert torch.equal(linear.linears(strided, weights, [None, None])[0], linear.linears(x, weights, [None, None])[0])
+    first, second = (linear.linears(given_, weights, [], [None, None])[0] for given_ in (strided, x))
+    assert torch.equal(first, second)
 
 
 def test_linears_leave_their_counters_as_they_were() -> None:
@@ -236,10 +253,10 @@ def test_linears_leave_their_counters_as_they_were() -> None:
         ):
             x, weights = rows_of(t, k, sizes, torch.float32)
             biases = [w[:, 0].contiguous() for w in weights]
-            found = linear.launch(x, weights, biases, linear.Config(16, 16, split))
+            found = linear.launch(x, Matrices(weights, [], biases), linear.Config(16, 16, split))
             for out, w, b in zip(found, weights, biases, strict=True):
                 torch.testing.assert_close(out, x @ w.T + b, atol=2e-5, rtol=2e-5)
-            again = linear.launch(x, weights, biases, linear.Config(16, 16, split))
+            again = linear.launch(x, Matrices(weights, [], biases), linear.Config(16, 16, split))
             assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
             assert runtime.counters(x.device, 1) is first and not first.any()
 
@@ -256,23 +273,37 @@ def test_counters_grow_and_the_old_ones_stay(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_tiles_depend_on_the_rows_by_their_bucket(n: int, k: int) -> None:
     assert len({linear.choose(n, k, t) for t in range(1, 17)}) == 1
     assert len({linear.choose(n, k, t) for t in range(33, 65)}) == 1
-    for t in (1, 17, 64, 128):
-        c = linear.choose(n, k, t)
-        assert c.stages >= 2 and c.stages * (c.block_n + linear.bucket(t)) * c.block_k * 2 < 227 * 2**10
+    for t, size in product((1, 17, 64, 128), (Bytes(), Bytes(1, 2), Bytes(1, 4), Bytes(4, 4))):
+        c = linear.choose(n, k, t, size)
+        tile = (c.block_n * size.matrix + linear.bucket(t) * size.row) * c.block_k
+        assert c.stages >= 2 and c.stages * tile < 227 * 2**10
 
 
 def test_linears_refuse_what_does_not_fit() -> None:
     x, (w,) = rows_of(4, 32, [16], torch.float32)
     for given_ in ([w.double()], [w[:, :8]], [w.T], [w] * 5, []):
         with pytest.raises(ValueError):
-            linear.linears(x, given_, [None] * len(given_))
+            linear.linears(x, given_, [], [None] * len(given_))
     with pytest.raises(ValueError):
-        linear.linears(x, [w], [torch.zeros(3).to(x)])
+        linear.linears(x, [w], [], [torch.zeros(3).to(x)])
+    short, scale = w.to(torch.int8), torch.ones(16, device=DEVICE)
+    for wrong in ([], [scale[:3]], [scale.double()], [scale, scale]):
+        with pytest.raises(ValueError):
+            linear.linears(x, [short], wrong, [None])
+    with pytest.raises(ValueError):
+        linear.linears(x, [w], [scale], [None])
 
 
 def test_many_rows_go_to_the_library() -> None:
     x, (w,) = rows_of(linear.MOST_ROWS + 1, 32, [16], torch.float32)
-    torch.testing.assert_close(linear.linears(x, [w], [None]), [x @ w.T])
+    torch.testing.assert_close(linear.linears(x, [w], [], [None]), [x @ w.T])
+
+
+def test_many_rows_of_int8_matrices_are_several_launches() -> None:
+    x, (w,) = rows_of(linear.MOST_ROWS + 5, 32, [16], torch.float32)
+    short, scale = (w * 100).round().to(torch.int8), torch.full([16], 0.01, device=DEVICE)
+    found = linear.linears(x, [short], [scale], [None])
+    torch.testing.assert_close(found, [x @ short.float().T * scale], atol=2e-5, rtol=2e-5)
 
 
 # Choice.
@@ -389,7 +420,7 @@ def test_operators_are_well_formed() -> None:
     x, weights = rows_of(3, 32, [16, 8], torch.float32)
     cases: dict[Any, tuple[Any, ...]] = {
         torch.ops.outpace.attend: (q, keys.nan_to_num(), values.nan_to_num(), list(seen), None, [0.25, 0.0, 0.0]),
-        torch.ops.outpace.linears: (x, weights, [None, None]),
+        torch.ops.outpace.linears: (x, weights, [], [None, None]),
         torch.ops.outpace.choose: (x, words_at(0, [0, 1, 2]), torch.ones(3, device=DEVICE)),
         torch.ops.outpace.choose_kept: (x, words_at(0, [0, 1, 2]), torch.ones(3, device=DEVICE), limits_of([{}] * 3)),
     }
@@ -403,7 +434,7 @@ def test_operators_compile_into_one_graph() -> None:
 
     def step(words: Tensor, heat: Tensor) -> Tensor:
         mixed = attention.attend(q, keys, values, seen, Rule(0.25)).flatten(1)
-        (logits,) = linear.linears(mixed, weights, [None])
+        (logits,) = linear.linears(mixed, weights, [], [None])
         return choice.choose(logits, words, heat)[0]
 
     args = words_at(0, list(range(5))), torch.ones(5, device=DEVICE)
@@ -418,7 +449,7 @@ def test_operators_are_captured() -> None:
 
     def step() -> list[Tensor]:
         mixed = attention.attend(q, keys, values, seen, Rule(0.125))
-        return [mixed, *linear.linears(x, weights, [None, None]), *choice.choose(*args)]
+        return [mixed, *linear.linears(x, weights, [], [None, None]), *choice.choose(*args)]
 
     want, graph = step(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

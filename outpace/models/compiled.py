@@ -148,9 +148,9 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self.inner.weight, self.inner.bias
-        if weight.is_cuda:
-            return torch.ops.outpace.linears(hidden.flatten(0, -2), [weight], [bias])[0].unflatten(0, (1, -1))
         scales = [self.inner.scale] if isinstance(self.inner, int8.Int8Linear) else []
+        if weight.is_cuda:
+            return torch.ops.outpace.linears(hidden.flatten(0, -2), [weight], scales, [bias])[0].unflatten(0, (1, -1))
         return torch.ops.outpace_cpu.linears(hidden, [weight], scales, [bias])
 
 
@@ -206,7 +206,7 @@ def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> None:
         if model.device.type == "cuda" and not isinstance(child, nn.ModuleList) and _small(child):
             setattr(decoder, place, Between(child, _together([model.device])))
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear or (isinstance(head, halves.HalfLinear | int8.Int8Linear) and not head.weight.is_cuda):
+    if type(head) is nn.Linear or isinstance(head, halves.HalfLinear | int8.Int8Linear):
         model.set_output_embeddings(Head(head))
 
 
@@ -229,9 +229,7 @@ def _is_product(node: fx.Node) -> bool:
     weight = _value(rest[0])
     if any(isinstance(other, fx.Node) and other.op not in ("placeholder", "get_attr") for other in rest):
         return False
-    if weight.is_cuda:
-        return weight.dim() == 2 and node.target is not int8.LINEAR
-    return weight.dim() == 2 and _value(x).dtype == torch.float32
+    return weight.dim() == 2 and (weight.is_cuda or _value(x).dtype == torch.float32)
 
 
 def _operands(node: fx.Node) -> list[Any]:
@@ -255,7 +253,7 @@ def _replace(graph: fx.Graph, x: fx.Node, nodes: list[fx.Node]) -> None:
         return
     with graph.inserting_before(nodes[0]):
         if _value(weights[0]).is_cuda:
-            parts = _on_gpu(graph, x, weights, biases)
+            parts = _on_gpu(graph, x, (weights, scales, biases))
         else:
             out = graph.call_function(torch.ops.outpace_cpu.linears.default, (x, weights, scales, biases))
             sizes = [_value(weight).shape[0] for weight in weights]
@@ -267,8 +265,8 @@ def _replace(graph: fx.Graph, x: fx.Node, nodes: list[fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def _on_gpu(graph: fx.Graph, x: fx.Node, weights: list[fx.Node], biases: list[Any]) -> list[fx.Node]:
+def _on_gpu(graph: fx.Graph, x: fx.Node, matrices: tuple[list[Any], ...]) -> list[fx.Node]:
     flat = graph.call_method("flatten", (x, 0, -2))
-    out = graph.call_function(torch.ops.outpace.linears.default, (flat, weights, biases))
-    parts = [graph.call_function(operator.getitem, (out, i)) for i in range(len(weights))]
+    out = graph.call_function(torch.ops.outpace.linears.default, (flat, *matrices))
+    parts = [graph.call_function(operator.getitem, (out, i)) for i in range(len(matrices[0]))]
     return [graph.call_method("unflatten", (part, 0, (1, -1))) for part in parts]

@@ -36,7 +36,7 @@ class Int8Linear(nn.Module):
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., k] times weight [n, k], transposed; the sum first, then the scale."""
-    out = nn.functional.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
+    out = (nn.functional.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
     return out if bias is None else out + bias.to(x.dtype)
 
 

@@ -1,13 +1,15 @@
 """Products of few rows with large matrices, near the speed at which the matrices can be read.
 
 Several matrices that take the same rows are one launch, and none is copied. The matrix is the tall side of the matrix
-unit, which a few rows would leave empty. A row's bits depend on the number of rows only by `bucket`.
+unit, which a few rows would leave empty. A row's bits depend on the number of rows only by `bucket`. int8 matrices have
+a scale for each of their lines, and are widened on their way to the matrix unit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ from outpace.models.kernels.runtime import (
 )
 
 MOST_ROWS, MOST_MATRICES = 128, 4
+# Bits of the float 2**23 + 128: an int8 in its last byte, the sign turned, adds its value. It is an argument of the
+# kernel, because the tile is laid out otherwise if the compiler knows it, and that was not timed.
+LOWEST = 0x4B000080
 
 
 @dataclass(frozen=True)
@@ -40,22 +45,43 @@ class Config:
     stages: int = 4
 
 
-def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
-    """`x @ w.T + b` for each of the matrices."""  # [rows, k], [n, k] each, [n] each -> [rows, n] each
-    return torch.ops.outpace.linears(x, weights, biases)
+class Bytes(NamedTuple):
+    """Of an element."""
+
+    matrix: int = 2
+    row: int = 2
+
+
+class Matrices(NamedTuple):
+    """Those that take the same rows; scales for all of them, if they are int8, or for none."""
+
+    weights: list[Tensor]  # [n, k] each
+    scales: list[Tensor]  # [n] each, float32
+    biases: list[Tensor | None]  # [n] each
+
+
+def linears(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    """`x @ w.T * s + b` for each of the matrices."""  # [rows, k], [n, k] each, [n] each -> [rows, n] each
+    return torch.ops.outpace.linears(x, weights, scales, biases)
 
 
 @torch.library.custom_op(
-    "outpace::linears", mutates_args=(), schema="(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]"
+    "outpace::linears",
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] weights, Tensor[] scales, Tensor?[] biases) -> Tensor[]",
 )
-def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
-    if x.shape[0] > MOST_ROWS:  # no longer few
-        return [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-    return launch(x, weights, biases)
+def _linears(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    given = Matrices(weights, scales, biases)
+    if x.shape[0] <= MOST_ROWS:
+        return launch(x, given)
+    if scales:  # to widen them in memory would take longer than to read them several times
+        parts = [launch(part, given) for part in x.split(MOST_ROWS)]
+        return [torch.cat(same) for same in zip(*parts, strict=True)]
+    return [torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 @_linears.register_fake
-def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+def _(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     return [x.new_empty(x.shape[0], w.shape[0]) for w in weights]
 
 
@@ -64,12 +90,14 @@ def bucket(t: int) -> int:
     return max(16, power(t))
 
 
-def choose(n: int, k: int, t: int, width: int = 2, gpu: Machine = H200) -> Config:
-    """The tiles for `n` rows of matrices in all, with `width` bytes an element."""
+def choose(n: int, k: int, t: int, size: Bytes = Bytes(), gpu: Machine = H200) -> Config:  # noqa: B008
+    """The tiles for `n` lines of matrices in all."""
     rows = bucket(t)
     few = rows < 64  # then several programs share a multiprocessor; else the rows themselves fill its memory
+    if size.matrix == 1:
+        return _short(n, k, rows, size, gpu)
     block_n = 64 if few or gpu.shared < 2**17 or n <= 64 * gpu.processors else 128
-    block_k = 256 // width  # so many bytes lie together
+    block_k = 256 // size.matrix  # so many bytes lie together
     tiles = -(-n // block_n)
     most = min(8, max(1, k // (4 * block_k)))  # a split that ends before its pipeline is full gains nothing
     # One program on a multiprocessor has the most on its way, unless too many of those then have none.
@@ -82,14 +110,28 @@ def choose(n: int, k: int, t: int, width: int = 2, gpu: Machine = H200) -> Confi
     return Config(block_n, block_k, split_k, 4 if few else 8, max(2, min(5, room)))
 
 
-def launch(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], config: Config | None = None) -> list[Tensor]:
+def _short(n: int, k: int, rows: int, size: Bytes, gpu: Machine) -> Config:
+    """For int8: small tiles and many programs, some of which read while others widen."""
+    few = rows < 64
+    block_n = 32 if few else 64 if gpu.shared < 2**17 or n <= 64 * gpu.processors else 128
+    tiles = -(-n // block_n)
+    long = few and k > 2048 and tiles < 4 * gpu.processors
+    block_k = (512 if long else 256) // size.row
+    wanted, together = (6, 3) if few else (2, 2)  # programs for a multiprocessor, and how many find a place at once
+    split_k = max(1, min(8, k // (4 * block_k), wanted * gpu.processors // tiles))
+    room = gpu.shared // together // ((block_n + rows * size.row) * block_k)
+    return Config(block_n, block_k, split_k, 4 if block_n <= 64 else 8, max(2, min(6, room)))
+
+
+def launch(x: Tensor, given: Matrices, config: Config | None = None) -> list[Tensor]:
     """The kernel, with tiles of the caller's choice."""
-    (rows, k), sizes = x.shape, [w.shape[0] for w in weights]
-    _check(x, weights, biases)
+    (rows, k), sizes = x.shape, [w.shape[0] for w in given.weights]
+    _check(x, given)
     outs = [torch.empty(rows, n, dtype=x.dtype, device=x.device) for n in sizes]
     if rows == 0 or sum(sizes) == 0:
         return outs
-    c = config or choose(sum(sizes), k, rows, x.element_size(), machine(x.device))
+    size = Bytes(given.weights[0].element_size(), x.element_size())
+    c = config or choose(sum(sizes), k, rows, size, machine(x.device))
     x = x if x.stride(1) == 1 else x.contiguous()
     tiles, parts, arrived = sum(-(-n // c.block_n) for n in sizes), None, None
     if c.split_k > 1:
@@ -97,26 +139,34 @@ def launch(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], config
         arrived = counters(x.device, tiles)
     with torch.cuda.device_of(x):
         _product[(tiles, c.split_k)](
-            x, tuple(weights), tuple(biases), tuple(outs), tuple(sizes), parts, arrived, rows, k, x.stride(0),
+            x, tuple(given.weights), tuple(given.scales or [None] * len(sizes)), tuple(given.biases), tuple(outs),
+            tuple(sizes), parts, arrived, rows, k, x.stride(0), LOWEST,
             BT=bucket(rows), BN=c.block_n, BK=c.block_k, SPLIT=c.split_k, EVEN=k % c.block_k == 0,
             num_warps=c.warps, num_stages=c.stages, **early(x.device),
         )  # fmt: skip
     return outs
 
 
-def _check(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> None:
+def _check(x: Tensor, given: Matrices) -> None:
+    weights, scales, biases = given
     if not 1 <= len(weights) <= MOST_MATRICES or len(biases) != len(weights) or x.shape[0] > MOST_ROWS:
         raise ValueError(f"takes {MOST_ROWS} rows and {MOST_MATRICES} matrices at most, and a bias or None for each")
+    if scales and len(scales) != len(weights):
+        raise ValueError("takes a scale for every matrix, or none")
+    due = torch.int8 if scales else x.dtype
     for w, b in zip(weights, biases, strict=True):
-        if w.shape[1] != x.shape[1] or w.dtype != x.dtype or w.dtype not in DTYPES or not w.is_contiguous():
+        if w.shape[1] != x.shape[1] or w.dtype != due or x.dtype not in DTYPES or not w.is_contiguous():
             raise ValueError(f"a matrix of shape {tuple(w.shape)} in {w.dtype} does not fit, or is not contiguous")
-        if b is not None and (b.shape != w.shape[:1] or b.dtype != w.dtype or not b.is_contiguous()):
+        if b is not None and (b.shape != w.shape[:1] or b.dtype != x.dtype or not b.is_contiguous()):
             raise ValueError(f"a bias of shape {tuple(b.shape)} in {b.dtype} does not fit, or is not contiguous")
+    for w, scale in zip(weights, scales, strict=False):
+        if scale.shape != w.shape[:1] or scale.dtype != torch.float32 or not scale.is_contiguous():
+            raise ValueError(f"scales of shape {tuple(scale.shape)} in {scale.dtype} do not fit")
 
 
 @jit
 def _product(
-    x, weights, biases, outs, sizes, parts, arrived, rows, K, x0,
+    x, weights, scales, biases, outs, sizes, parts, arrived, rows, K, x0, lowest,
     BT: constexpr, BN: constexpr, BK: constexpr, SPLIT: constexpr, EVEN: constexpr,
     EARLY: constexpr,
 ):  # fmt: skip
@@ -145,12 +195,12 @@ def _product(
             left = at + column < K
             a = tl.load(wide, mask=left[None, :], other=0.0, eviction_policy="evict_first")
             b = tl.load(tall, mask=left[:, None] & real, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = tl.dot(_widened(a, b.dtype, BT, lowest), b, acc, input_precision="ieee")
         wide += BK
         tall += BK
     place, inside = row[None, :] * n + line[:, None], real & (line < n)[:, None]
     if SPLIT == 1:
-        acc = _biased(acc, tile, biases, sizes, BN)
+        acc = _finished(acc, tile, scales, biases, sizes, BN)
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
     else:
         whole = tl.num_programs(0) * BN
@@ -162,7 +212,7 @@ def _product(
             full = tl.zeros([BN, BT], tl.float32)
             for i in tl.static_range(SPLIT):  # .cg: other multiprocessors wrote them
                 full += tl.load(part + i * rows * whole, mask=real, other=0.0, cache_modifier=".cg")
-            full = _biased(full, tile, biases, sizes, BN)
+            full = _finished(full, tile, scales, biases, sizes, BN)
             tl.store(out + place, full.to(out.dtype.element_ty), mask=inside)
 
 
@@ -180,11 +230,26 @@ def _owner(tile, given, sizes, BN: constexpr):
 
 
 @jit
-def _biased(acc, tile, biases, sizes, BN: constexpr):
-    """The tile with its matrix's bias, if it has one."""  # [BN, BT]
+def _widened(a, dtype: constexpr, BT: constexpr, lowest):
+    """A tile in the type of the rows."""
+    if a.dtype == tl.int8 and BT >= 64:
+        # The processor converts slowly. But this goes through shared memory, which few rows do not pay for.
+        bits = a.to(tl.uint8, bitcast=True).to(tl.int32) ^ lowest
+        wide = bits.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        wide = a
+    return wide.to(dtype)
+
+
+@jit
+def _finished(acc, tile, scales, biases, sizes, BN: constexpr):
+    """The tile with its matrix's scale and bias, if it has them."""  # [BN, BT]
     line = tile * BN + tl.arange(0, BN)
     for i in tl.static_range(len(sizes)):
-        if biases[i] is not None:  # read by the tiles of this matrix alone
-            acc += tl.load(biases[i] + line, mask=(line >= 0) & (line < sizes[i]), other=0.0).to(tl.float32)[:, None]
+        own = (line >= 0) & (line < sizes[i])  # read by the tiles of this matrix alone
+        if scales[i] is not None:
+            acc *= tl.load(scales[i] + line, mask=own, other=1.0)[:, None]
+        if biases[i] is not None:
+            acc += tl.load(biases[i] + line, mask=own, other=0.0).to(tl.float32)[:, None]
         line -= tl.cdiv(sizes[i], BN) * BN
     return acc
