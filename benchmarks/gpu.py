@@ -2,7 +2,7 @@
 makes of it, with text of a small model that was grown to the large shape.
 
     python benchmarks/gpu.py passes --shape 8b --context 1024
-    python benchmarks/gpu.py draft
+    python benchmarks/gpu.py draft --int8
     python benchmarks/gpu.py speculation --small smollm2-135m-instruct
     python benchmarks/gpu.py batches --small smollm2-135m-instruct --chance 0.2 0.4 0.7
     python benchmarks/gpu.py sampling --small smollm2-135m-instruct
@@ -23,21 +23,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from grown import grow, large_config
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from grown import SHAPES, grown
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import outpace
 from outpace.drafter import Drafter
 from outpace.models.base import Shape
 from outpace.models.graph import GraphLM
+from outpace.models.int8 import quantize
 from outpace.sample import Pick
 from outpace.sequence import Sequence
 from outpace.tree import Budget, Tree
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
-    "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32),
-}
 RUNS = 5  # the best counts: in the first ones graphs of new sizes are captured
 PROMPTS = [64, 200, 90, 140, 310, 120, 80, 256]  # tokens
 
@@ -46,8 +43,8 @@ def say(line: str) -> None:
     print(line, flush=True)  # noqa: T201
 
 
-def build(shape: str) -> LlamaForCausalLM:
-    """Random weights in bfloat16."""
+def build(shape: str, short: bool) -> LlamaForCausalLM:
+    """Random weights in bfloat16, or int8."""
     config = LlamaConfig(
         vocab_size=128256, num_key_value_heads=8, max_position_embeddings=40_000, tie_word_embeddings=shape == "1b",
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **SHAPES[shape],
@@ -59,23 +56,15 @@ def build(shape: str) -> LlamaForCausalLM:
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.02)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to("cuda")
-    return model.eval()
-
-
-def grown(small: str) -> LlamaForCausalLM:
-    """The small model's text at the price of 8B."""
-    from outpace import shelf
-
-    source = shelf.fetch(small) if small in shelf.SHELF else small
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    shape = SHAPES["8b"] | dict(num_key_value_heads=8, head_dim=128, vocab_size=128256)
-    return grow(model, large_config(model.config, **shape), "cuda", torch.bfloat16)
+    return quantize(model.eval()) if short else model.eval()
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:
     """What a pass has to read: everything but the embedding, of which it reads a row a token."""
     tied = model.config.tie_word_embeddings
-    return sum(p.nbytes for p in model.parameters()) - (0 if tied else model.get_input_embeddings().weight.nbytes)
+    everything = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
+    own = not tied or hasattr(model.lm_head, "scale")  # an int8 head is a copy
+    return everything - (model.get_input_embeddings().weight.nbytes if own else 0)
 
 
 def bandwidth() -> float:
@@ -124,8 +113,8 @@ def wrapped(model: LlamaForCausalLM) -> outpace.Model:
     return found
 
 
-def passes(shape: str, contexts: list[int]) -> None:
-    model = build(shape)
+def passes(shape: str, contexts: list[int], short: bool) -> None:
+    model = build(shape, short)
     rate, weights = bandwidth(), weight_bytes(model)
     lm = wrapped(model).lm
     assert isinstance(lm, GraphLM)
@@ -149,8 +138,8 @@ def passes(shape: str, contexts: list[int]) -> None:
     say(f"graphs took {lm.capture_seconds:.1f} s, peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
 
-def draft() -> None:
-    lm = wrapped(build("1b")).lm
+def draft(short: bool) -> None:
+    lm = wrapped(build("1b", short)).lm
     assert isinstance(lm, GraphLM)
     row = lm.acquire([])
     lm.sync([[(7 * i) % 1000 for i in range(1024)]], [row])
@@ -293,12 +282,13 @@ if __name__ == "__main__":
     parser.add_argument("--small", default="smollm2-135m-instruct", help="shelf name or folder of a Llama to grow")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--chance", type=float, nargs="+", default=[0.7], help="of a guess to be right, in batches")
+    parser.add_argument("--int8", action="store_true", help="int8 weights, for passes and draft")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     if asked.part == "passes":
-        passes(asked.shape, asked.context)
+        passes(asked.shape, asked.context, asked.int8)
     elif asked.part == "draft":
-        draft()
+        draft(asked.int8)
     elif asked.part == "speculation":
         speculation(asked.small, asked.tokens)
     elif asked.part == "sampling":

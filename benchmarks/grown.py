@@ -2,15 +2,38 @@
 
 New dimensions of the hidden state are zero, new heads and layers add nothing. So a benchmark with the cost of an 8B
 model has real text, without its weights.
+
+    python benchmarks/grown.py smollm2-135m-instruct --output grown  # 16 GB, for `outpace bench grown`
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from outpace import shelf
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
+    "1b": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32),
+}
+
+
+def source(small: str) -> str:
+    """The folder of a model on the shelf; else the name is one."""
+    return str(shelf.fetch(small)) if small in shelf.SHELF else small
+
+
+def grown(small: str, device: str = "cuda") -> LlamaForCausalLM:
+    """The small model's text at the price of 8B."""
+    model = AutoModelForCausalLM.from_pretrained(source(small), dtype=torch.float32)
+    shape = SHAPES["8b"] | dict(num_key_value_heads=8, head_dim=128, vocab_size=128256)
+    return grow(model, large_config(model.config, **shape), device, torch.bfloat16)
 
 
 def grow(small: LlamaForCausalLM, config: LlamaConfig, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -79,3 +102,12 @@ def large_config(small: LlamaConfig, **shape: int) -> LlamaConfig:
         rms_norm_eps=small.rms_norm_eps * small.hidden_size / hidden,
         tie_word_embeddings=False,
     )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("small", help="shelf name or folder of a Llama")
+    parser.add_argument("--output", default="grown", help="folder")
+    asked = parser.parse_args()
+    grown(asked.small, "cpu").save_pretrained(asked.output)
+    AutoTokenizer.from_pretrained(source(asked.small)).save_pretrained(asked.output)
