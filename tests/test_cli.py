@@ -9,11 +9,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from outpace import registry, sample, shelf
 from outpace.cli import app
 from outpace.errors import OutpaceError
+from outpace.models.int8 import quantize
 from tests.conftest import SMOLLM2
 
 runner = CliRunner()
@@ -57,6 +59,22 @@ def test_generate_json_equals_plain(smollm2: object) -> None:
     plain, drafted = run("plain"), run("lookahead")
     assert plain["tokens"] == drafted["tokens"] and plain["text"] == drafted["text"]
     assert drafted["lossless"] is True
+
+
+def test_an_int8_draft_changes_no_answer(smollm2: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized = []
+
+    def watched(model: PreTrainedModel) -> PreTrainedModel:
+        quantized.append(model)
+        return quantize(model)
+
+    monkeypatch.setattr("outpace.models.int8.quantize", watched)
+    given = ["generate", "Name three colours.", "--max-tokens", "16", "--json", "--eager", "--method"]
+    plain, drafted = (
+        json.loads(runner.invoke(app, [*given, *method]).stdout)
+        for method in (["plain"], ["draft", "--draft", SMOLLM2, "--quantize-draft", "int8"])
+    )
+    assert plain["tokens"] == drafted["tokens"] and drafted["stats"]["accepted"] and len(quantized) == 1
 
 
 def test_generate_shows_text_and_statistics(smollm2: object) -> None:
@@ -171,6 +189,7 @@ def test_verify_gives_a_lossy_verifier_a_price(smollm2: object, prompts: Path) -
         (["advise", SMOLLM2, "--method", "draft"], "needs --draft"),
         (["advise", SMOLLM2, "--method", "ngram:min=2"], "did you mean 'min_n'"),
         (["bench", SMOLLM2, "-m", "draft"], "add --draft MODEL"),
+        (["generate", "Hi", "--quantize-draft", "int8"], "add --draft MODEL"),
         (["show", "nowhere.jsonl"], "cannot read 'nowhere.jsonl'"),
     ],
 )

@@ -23,7 +23,17 @@ from outpace.bench.plan import Plan
 from outpace.bench.record import Record, Writer
 from outpace.bench.run import Contestant, Group, Run, measure, warm_up
 from outpace.bench.summary import Summary, summarize
-from outpace.cli.common import DEFAULT_MODEL, INTERRUPTED, Loading, app, load_model, reports_errors, stderr, tracing
+from outpace.cli.common import (
+    DEFAULT_MODEL,
+    INTERRUPTED,
+    Loading,
+    app,
+    load_draft,
+    load_model,
+    reports_errors,
+    stderr,
+    tracing,
+)
 from outpace.cli.flags import (
     AsJson,
     Device,
@@ -32,6 +42,7 @@ from outpace.cli.flags import (
     Eager,
     Exact,
     Quantize,
+    QuantizeDraft,
     Seed,
     TopK,
     TopP,
@@ -112,6 +123,7 @@ def bench(
     exact: Exact = None,
     eager: Eager = False,
     quantize: Quantize = None,
+    quantize_draft: QuantizeDraft = None,
     output: Output = None,
     page: Page = True,
     as_json: AsJson = False,
@@ -135,7 +147,7 @@ def bench(
             tuple(task), prompts, limit, tuple(batch), tuple(context), tuple(temperature), top_p, top_k, seed,
             max_tokens,
         )  # fmt: skip
-        loading = Loading(dtype, device, exact, eager, quantize)
+        loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
         policies, rule = (
             [Spec.parse(text) for text in dict.fromkeys(policy)],
             Spec.parse(verifier) if verifier else None,
@@ -166,8 +178,7 @@ def _place(update: str | None) -> tuple[Path, str] | None:
 def _measured(setup: Setup) -> Record:
     """Load, prepare, warm up, measure. Ctrl-C ends the measuring, not the report."""
     prompts = planning.load(setup.plan)
-    lm = load_model(setup.model, setup.loading)
-    draft = load_model(setup.draft, setup.loading.draft) if setup.draft else None
+    draft, lm = load_draft(setup.draft, setup.loading), load_model(setup.model, setup.loading)
     ours = sweep(lm, setup.methods, draft, setup.policies, setup.verifier)
     others = theirs(lm, draft, max(setup.plan.batches) > 1) if setup.transformers else []
     with _progress() as bars, tracing(setup.trace, lm) as writer:

@@ -70,11 +70,12 @@ class Loading(NamedTuple):
     exact: bool | None = None
     eager: bool = False
     quantize: str | None = None
+    quantize_draft: str | None = None
 
     @property
     def draft(self) -> Loading:
         """The same for a draft: what it guesses need not be exact."""
-        return self._replace(exact=None)
+        return self._replace(exact=None, quantize=self.quantize_draft or self.quantize)
 
 
 def load_model(name: str, how: Loading) -> Model:
@@ -89,8 +90,9 @@ def load_model(name: str, how: Loading) -> Model:
     if name in shelf.SHELF:
         shelf.fetch(name)  # shows its own progress, once
     with stderr.status(f"loading {name}"):
-        settings = how._asdict() | {"eager": how.eager or None}
-        model = load(name, **settings)
+        model = load(
+            name, dtype=how.dtype, device=how.device, exact=how.exact, eager=how.eager or None, quantize=how.quantize
+        )
     gc.collect()
     gc.freeze()  # to look through all that was imported takes 0.3 s, in the middle of an answer
     atexit.register(gc.unfreeze)  # or libraries would report all of it as lost
@@ -98,6 +100,13 @@ def load_model(name: str, how: Loading) -> Model:
     if spent >= WORTH_SAYING:
         stderr.print(f"[dim]compiled {name} in {spent:.0f} s; kept for the next run, `--eager` does without[/]")
     return model
+
+
+def load_draft(name: str | None, how: Loading) -> Model | None:
+    """The draft of a target that is loaded like this, if there is one."""
+    if name is None and how.quantize_draft is not None:
+        raise UsageError("--quantize-draft is for a draft model: add --draft MODEL")
+    return None if name is None else load_model(name, how.draft)
 
 
 def state_memory(model: Model, tokens: int) -> None:

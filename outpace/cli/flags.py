@@ -28,6 +28,9 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Eager = Annotated[bool, typer.Option("--eager", help="Run the layers as they are: no compiling, no graphs.")]
 Quantize = Annotated[str | None, typer.Option(help="int8: keep the weights of linear layers as int8.")]
+QuantizeDraft = Annotated[
+    str | None, typer.Option(help="int8: the same for the draft alone; the answer is the target's, as ever.")
+]
 Exact = Annotated[
     bool | None,
     typer.Option("--exact/--no-exact", help="Bit-identical passes: slower, and the default of GGUF files alone."),

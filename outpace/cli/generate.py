@@ -15,6 +15,7 @@ from outpace.cli.common import (
     INTERRUPTED,
     Loading,
     app,
+    load_draft,
     load_model,
     pairs,
     reports_errors,
@@ -33,6 +34,7 @@ from outpace.cli.flags import (
     Options,
     PolicyName,
     Quantize,
+    QuantizeDraft,
     Seed,
     Settings,
     Temperature,
@@ -70,18 +72,19 @@ def generate(
     exact: Exact = None,
     eager: Eager = False,
     quantize: Quantize = None,
+    quantize_draft: QuantizeDraft = None,
 ) -> None:
     """Answer one prompt; text that came from accepted guesses is green."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty")
-    loading = Loading(dtype, device, exact, eager, quantize)
-    lm = load_model(model, loading)
+    loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
+    drafting, lm = load_draft(draft, loading), load_model(model, loading)
     chat = not raw and getattr(lm.tokenizer, "chat_template", None)
     given = {
         "method": method, "policy": policy, "verifier": verifier, "max_tokens": max_tokens,
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
-        **({"draft": load_model(draft, loading.draft)} if draft else {}), **pairs(settings), **pairs(option),
+        **({"draft": drafting} if drafting else {}), **pairs(settings), **pairs(option),
     }  # fmt: skip
     state_memory(lm, max_tokens)
     with tracing(trace, lm, trace_probs) as writer:
@@ -114,13 +117,14 @@ def chat(
     exact: Exact = None,
     eager: Eager = False,
     quantize: Quantize = None,
+    quantize_draft: QuantizeDraft = None,
 ) -> None:
     """Talk to a model; text that came from accepted guesses is green. Ctrl-C stops an answer, Ctrl-D ends."""
-    loading = Loading(dtype, device, exact, eager, quantize)
-    lm = load_model(model, loading)
+    loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
+    drafting, lm = load_draft(draft, loading), load_model(model, loading)
     given = {
         "method": method, "policy": policy, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
-        "seed": seed, **({"draft": load_model(draft, loading.draft)} if draft else {}), **pairs(option),
+        "seed": seed, **({"draft": drafting} if drafting else {}), **pairs(option),
     }  # fmt: skip
     messages = [{"role": "system", "content": system}] if system else []
     state_memory(lm, max_tokens)

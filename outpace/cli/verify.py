@@ -14,7 +14,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from outpace.cli.common import DEFAULT_MODEL, INTERRUPTED, Loading, app, load_model, pairs, reports_errors, stderr
+from outpace.cli.common import (
+    DEFAULT_MODEL,
+    INTERRUPTED,
+    Loading,
+    app,
+    load_draft,
+    load_model,
+    pairs,
+    reports_errors,
+    stderr,
+)
 from outpace.cli.flags import (
     AsJson,
     Device,
@@ -24,6 +34,7 @@ from outpace.cli.flags import (
     Exact,
     PolicyName,
     Quantize,
+    QuantizeDraft,
     Seed,
     Settings,
     TopK,
@@ -87,6 +98,7 @@ def verify(
     exact: Exact = None,
     eager: Eager = False,
     quantize: Quantize = None,
+    quantize_draft: QuantizeDraft = None,
 ) -> None:
     """Prove that speculation does not change the answers. Exit code 0: proven; 1: something differs."""
     if find_spec("scipy") is None:
@@ -104,13 +116,13 @@ def verify(
     plan = {"max_tokens": max_tokens, "sampling": sampling, "samples": samples, "contexts": contexts, "alpha": alpha}
     shared = {"policy": policy, "verifier": verifier}
     found = tasks.load(prompts, limit=limit)
-    loading = Loading(dtype, device, exact, eager, quantize)
+    loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
     if server is not None:
         urls = Urls(server, reference_server, _fields(on), _fields(off), served_model)
         asked = _of_server(urls, load_model(model, loading) if model else None, found, plan)
     else:
-        lm = load_model(model or DEFAULT_MODEL, loading)
-        subjects = subjects_of(method, lm, load_model(draft, loading.draft) if draft else None, shared)
+        drafting, lm = load_draft(draft, loading), load_model(model or DEFAULT_MODEL, loading)
+        subjects = subjects_of(method, lm, drafting, shared)
         asked = _of_model(lm, subjects, found, plan | {"batches": tuple(batch)}, transformers)
     stated = {k: v for k, v in plan.items() if k != "sampling"} | shared | vars(sampling) | loading._asdict()
     checks: list[Check] = []
