@@ -29,7 +29,7 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Eager = Annotated[bool, typer.Option("--eager", help="Run the layers as they are: no compiling, no graphs.")]
 Quantize = Annotated[str | None, typer.Option(help="int8: keep the weights of linear layers as int8.")]
 QuantizeDraft = Annotated[
-    str | None, typer.Option(help="int8: the same for the draft alone; the answer is the target's, as ever.")
+    str | None, typer.Option(help="int8: the same for the draft alone; the answer stays the target's.")
 ]
 Exact = Annotated[
     bool | None,
