@@ -185,6 +185,7 @@ def test_verify_gives_a_lossy_verifier_a_price(smollm2: object, prompts: Path) -
         (["verify", SMOLLM2, "--temperature", "0"], "need a temperature above 0"),
         (["verify", "--server", "http://127.0.0.1:9", "--off", "{"], "is not JSON"),
         (["verify", "--server", "http://127.0.0.1:9"], "no connection to http://127.0.0.1:9"),
+        (["verify", "--server", "http://127.0.0.1:9", "--draft", SMOLLM2], "a server has its own draft"),
         (["verify", SMOLLM2, "--prompts", "nowhere.jsonl"], "cannot read the prompts"),
         (["advise", SMOLLM2, "--method", "draft"], "needs --draft"),
         (["advise", SMOLLM2, "--method", "ngram:min=2"], "did you mean 'min_n'"),

@@ -118,6 +118,8 @@ def verify(
     found = tasks.load(prompts, limit=limit)
     loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
     if server is not None:
+        if draft or quantize_draft:
+            raise UsageError("--draft and --quantize-draft are for a model that runs here: a server has its own draft")
         urls = Urls(server, reference_server, _fields(on), _fields(off), served_model)
         asked = _of_server(urls, load_model(model, loading) if model else None, found, plan)
     else:
