@@ -290,6 +290,8 @@ if __name__ == "__main__":
     parser.add_argument("--chance", type=float, nargs="+", default=[0.7], help="of a guess to be right, in batches")
     parser.add_argument("--int8", action="store_true", help="int8 weights, for passes and draft")
     asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
     logging.basicConfig(level=logging.INFO)
     if asked.part == "passes":
         passes(asked.shape, asked.context, asked.int8)
