@@ -24,11 +24,12 @@ import outpace
 from outpace import stats
 from outpace.advise.recording import Recording, record
 from outpace.advise.replay import ReplayLM
-from outpace.api import Model, Request
+from outpace.api import Model
 from outpace.bench import tasks
 from outpace.costs import Costs
 from outpace.engine import Engine
 from outpace.models.base import Job, Output, Scores
+from outpace.request import Request
 from outpace.sample import Sampling
 from outpace.tree import Tree
 

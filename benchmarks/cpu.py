@@ -63,7 +63,7 @@ def decoding(models: dict[str, outpace.Model], tokens: int, rounds: int) -> None
     contestants: dict[str, Callable[[int], object]] = {"Transformers generate": generate}
     for name, model in models.items():
         contestants[name] = lambda count, model=model: (
-            model.lm.clear(),
+            model.clear_cache(),
             model.generate(encoded, method="plain", max_tokens=count, ignore_eos=True),
         )
     rates: dict[str, list[float]] = {name: [] for name in contestants}

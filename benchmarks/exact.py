@@ -66,19 +66,19 @@ def measure(lm: outpace.Model, prompts: list[list[int]], tokens: int, batch: int
     lm.generate(prompts[0], method="suffix", max_tokens=8)  # warm-up
     for prompt in prompts:
         start = time.perf_counter()
-        lm.lm.clear()
+        lm.clear_cache()
         plain.append(lm.generate(prompt, method="plain", **given))
         count.plain += time.perf_counter() - start
         done()
     for method in METHODS:
         for prompt, wanted in zip(prompts, plain, strict=True):
-            lm.lm.clear()
+            lm.clear_cache()
             start = time.perf_counter()
             compare(count, lm.generate(prompt, method=method, **given), wanted)
             count.guessed += time.perf_counter() - start
             done()
         for at in range(0, len(prompts), batch):
-            lm.lm.clear()
+            lm.clear_cache()
             together = lm.generate(prompts[at : at + batch], method=method, **given)
             for got, wanted in zip(together, plain[at : at + batch], strict=True):
                 compare(count, got, wanted)

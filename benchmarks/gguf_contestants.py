@@ -122,7 +122,7 @@ def server_library() -> Any:
 
 
 def ours(model: Model, prompt: list[int], count: int, **given: Any) -> Passes:
-    model.lm.clear()
+    model.clear_cache()
     stream, said = model.stream(prompt, max_tokens=count, **given), 0
     for piece in stream:
         said += len(piece.tokens)

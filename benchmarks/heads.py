@@ -79,7 +79,7 @@ def main(
         lines.append(row(spec, by, names))
         counts[spec] = {task: vars(stats) for task, stats in by.items()}
         typer.echo(f"{lines[-1]} {time.perf_counter() - start:.0f} s")
-        target.lm.clear()
+        target.clear_cache()
     head = f"| method | {' | '.join(names)} | all | right | at each depth |"
     table = [head, "|" + "---|" * (len(names) + 4), *lines]
     typer.echo("\n".join(table))

@@ -108,7 +108,7 @@ def ours(
     def answer(prompt: list[int]) -> Answer:
         for model in (target, draft):
             if model is not None:
-                model.lm.clear()
+                model.clear_cache()
         fresh = registry.method(name, **options)
         done = target.generate(prompt, method=fresh, max_tokens=asked.tokens, temperature=asked.temperature)
         return Answer(done.tokens, done.stats.passes)

@@ -1,6 +1,6 @@
 """Outpace: the open-weight models you already run, answering faster, with proof that the answer did not change."""
 
-from outpace.api import Completion, Model, Piece, Request, Stream
+from outpace.api import Model
 from outpace.drafter import Drafter
 from outpace.dropin import custom_generate
 from outpace.engine import Engine
@@ -8,10 +8,12 @@ from outpace.errors import OutpaceError, RequestFailed, UnsupportedModel, UsageE
 from outpace.loading import load, wrap
 from outpace.policy import Policy
 from outpace.registry import METHODS, POLICIES
+from outpace.request import Request
 from outpace.rollout import Rollout, rollout
 from outpace.sample import Sampling
 from outpace.sequence import Sequence, Step
 from outpace.stats import Stats
+from outpace.stream import Completion, Piece, Stream
 from outpace.tree import Budget, Tree
 from outpace.verify import VERIFIERS, Verifier
 from outpace.version import __version__

@@ -2,164 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Seq
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import OutOfMemoryError, Tensor
+from torch import OutOfMemoryError
 
 from outpace import costs, registry
 from outpace.bridge.translated import Side, translated
 from outpace.costs import Costs
 from outpace.drafter import Drafter
 from outpace.engine import Engine, Event
-from outpace.errors import CacheFull, RequestFailed, UsageError, unknown
+from outpace.errors import CacheFull, RequestFailed, UsageError
 from outpace.goodput import Goodput
 from outpace.grammar import GrammarCompiler
 from outpace.models.base import LM
 from outpace.policy import Policy
 from outpace.processors import Rules, build
-from outpace.sample import Sampler, Sampling
-from outpace.sequence import FinishReason, Limits, Logprob, Sequence, Step
-from outpace.stats import Stats
-from outpace.text import Prompt, TextStream, Tokenizer, encode, is_chat, is_ids
+from outpace.request import Request
+from outpace.sample import Sampler
+from outpace.sequence import Limits, Sequence
+from outpace.stream import Piece, Stream
+from outpace.text import TextStream, Tokenizer, encode, is_chat, is_ids
 from outpace.trace import TraceWriter
-from outpace.verify import Verifier
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt and everything that can be set for it; `generate` and `stream` take the same names as keywords."""
-
-    prompt: Prompt
-    method: str | Drafter = "auto"  # also "name:option=value,..."
-    draft: Model | LM | None = None
-    policy: str | Policy | None = None  # None: "auto" for the method "auto", else "fixed"
-    verifier: str | Verifier | None = None  # None: what the method asks for, "match" for nearly all
-    max_tokens: int = 256
-    min_tokens: int = 0
-    stop: str | Seq[str] = ()
-    stop_tokens: Seq[int] = ()
-    ignore_eos: bool = False
-    banned: Seq[str | Seq[int]] = ()  # words, or token sequences, that must not appear
-    logprobs: int | None = None
-    processed_logprobs: bool = False  # of the law that was sampled, after all settings, not of the model's own
-    n: int = 1
-    json_schema: str | dict[str, Any] | None = None
-    regex: str | None = None
-    lark: str | None = None  # a grammar in llguidance's Lark syntax
-    processors: Seq[Callable[[Tensor, Tensor], Tensor]] = ()  # Transformers' LogitsProcessor objects, as they are
-    sampling: Sampling = field(default_factory=Sampling)
-    options: dict[str, Any] = field(default_factory=dict)  # of the method
-
-    @classmethod
-    def of(cls, prompt: Prompt | Request, given: dict[str, Any]) -> Request:
-        """A request from keywords: sampling settings and the method's options are sorted out of them."""
-        if isinstance(prompt, Request):
-            if given:
-                raise UsageError(f"a Request carries its own settings; put {', '.join(given)} into it")
-            return prompt
-        own = {f.name for f in dataclasses.fields(cls)} - {"prompt", "sampling", "options"}
-        sampled = {f.name for f in dataclasses.fields(Sampling)}
-        name = given.get("method", "auto")
-        if isinstance(name, str):
-            name, spelled = registry.parse(name)
-            given = {**spelled, **given, "method": name}
-        optional = set(registry.options(registry.find(name))) if isinstance(name, str) else set()
-        for key in given:
-            if key not in own | sampled | optional:
-                raise unknown("option", key, own | sampled | optional)
-        return cls(
-            prompt,
-            sampling=Sampling(**{k: v for k, v in given.items() if k in sampled}),
-            options={k: v for k, v in given.items() if k in optional - own},
-            **{k: v for k, v in given.items() if k in own},
-        )
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a request gave."""
-
-    text: str
-    tokens: list[int]
-    finish_reason: FinishReason | None  # None while it runs
-    stats: Stats
-    prompt_tokens: int
-    method: str
-    lossless: bool
-    logprobs: list[Logprob] | None = None
-    error: str | None = None
-
-    @classmethod
-    def of(cls, seq: Sequence) -> Completion:
-        return cls(
-            text=seq.watcher.text if isinstance(seq.watcher, TextStream) else "",
-            tokens=seq.generated,
-            finish_reason=seq.finish_reason,
-            stats=seq.stats,
-            prompt_tokens=seq.prompt_length,
-            method=seq.drafter.name or type(seq.drafter).__name__,
-            lossless=seq.drafter.lossless and seq.verifier.lossless,
-            logprobs=seq.logprobs if seq.limits.logprobs is not None else None,
-            error=seq.error,
-        )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one pass added to a stream."""
-
-    text: str
-    drafted: list[tuple[str, bool]]  # the same text in runs: True where it came from accepted guesses
-    tokens: list[int]
-    step: Step | None
-    index: int = 0  # which prompt
-    completion: Completion | None = None  # with the last piece
-
-
-class Stream(Iterator[Piece]):
-    """Pieces of one or more requests as they come; `completions` is what there is of each at any time."""
-
-    def __init__(self, model: Model, requests: list[Request], trace: TraceWriter | None = None):
-        # Every request is checked before the first one runs.
-        self._seqs = [model.sequence(request, i) for request in requests for i in range(request.n)]
-        self._engine = Engine(model.lm, model.max_rows, overlap=trace is None)
-        for seq in self._seqs:
-            self._engine.submit(seq)
-        self._trace = trace
-        if trace is not None:
-            trace.begin(self._seqs)
-        self._index = {seq.id: i for i, seq in enumerate(self._seqs)}
-        self._events = self._engine.run()
-
-    def __next__(self) -> Piece:
-        event = next(self._events)
-        seq, tokens = event.seq, [] if event.step is None else event.step.tokens
-        runs: list[tuple[str, bool]] = []
-        if isinstance(seq.watcher, TextStream):
-            if seq.finished:
-                seq.watcher.finish()
-            runs = [(span.text, seq.drafted[span.token]) for span in seq.watcher.take()]
-        if self._trace is not None:
-            self._trace.event(event)
-        index, text = self._index[seq.id], "".join(text for text, _ in runs)
-        return Piece(text, runs, tokens, event.step, index, Completion.of(seq) if seq.finished else None)
-
-    def close(self) -> None:
-        """Cancel what still runs; its rows are free again."""
-        for seq in self._seqs:
-            if not seq.finished:
-                self._engine.cancel(seq)
-                if self._trace is not None:
-                    self._trace.event(Event(seq))
-        self._events.close()
-
-    @property
-    def completions(self) -> list[Completion]:
-        return [Completion.of(seq) for seq in self._seqs]
+from outpace.worker import Worker
 
 
 class Model:
@@ -170,35 +39,119 @@ class Model:
         self.tokenizer = tokenizer
         self.stop_tokens = frozenset(stop_tokens)
         self.name = name
-        self.max_rows = 16  # requests that run at a time; further ones wait
+        self.engine = Engine(lm)
         self._methods: dict[Any, Drafter] = {}  # so that what a method learned serves the next call
         self._drafts: dict[tuple[int, int], tuple[Side, LM]] = {}
         self._costs: Costs | None = None
         self._compilers: dict[frozenset[int], GrammarCompiler] = {}
 
+    @property
+    def max_rows(self) -> int:
+        """How many requests run at a time; further ones wait."""
+        return self.engine.scheduler.max_rows
+
+    @max_rows.setter
+    def max_rows(self, count: int) -> None:
+        self.engine.scheduler.max_rows = count
+
     def generate(self, prompt: Any, *, trace: str | Path | TraceWriter | None = None, **settings: Any) -> Any:
         """Complete one prompt, or a list of them as one batch; `n` samples of one prompt come as a list.
 
         Settings are the fields of `Request` and of `Sampling`, and the options of the method. `trace` is a file, or a
-        writer that several calls share.
+        writer that several calls share. Calls from several threads share passes, and each gets the text that it would
+        get alone.
         """
         requests, many = self._requests(prompt, settings)
-        if isinstance(trace, str | Path):
-            with TraceWriter(trace, self.tokenizer, self.name) as writer:
-                return self.generate(prompt, trace=writer, **settings)
-        stream = Stream(self, requests, trace)
-        for _ in stream:
-            pass
-        results = stream.completions
-        if many or len(results) > 1:
-            return results
-        if results[0].error is not None:
-            raise RequestFailed(results[0].error)
-        return results[0]
+        opened = TraceWriter(trace, self.tokenizer, self.name) if isinstance(trace, str | Path) else nullcontext(trace)
+        with opened as writer, self._stream(requests, writer, whole=True) as stream:
+            for _ in stream:
+                pass
+        return _results(stream, many)
 
     def stream(self, prompt: Any, *, trace: TraceWriter | None = None, **settings: Any) -> Stream:
-        """The same, as it comes: one piece per pass of each prompt. Closing the stream cancels the rest."""
-        return Stream(self, self._requests(prompt, settings)[0], trace)
+        """The same, as it comes: one piece per pass of each prompt. Closing the stream cancels the rest.
+
+        The text is written whether or not it is read; `for` reads it in a thread, `async for` in an event loop.
+        """
+        return self._stream(self._requests(prompt, settings)[0], trace)
+
+    async def agenerate(self, prompt: Any, **settings: Any) -> Any:
+        """`generate` in an event loop; a task that is cancelled cancels its requests."""
+        requests, many = self._requests(prompt, settings)
+        stream = await asyncio.to_thread(self._stream, requests, None, True)  # preparing a method may take a while
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.cancel()
+        return _results(stream, many)
+
+    async def astream(self, prompt: Any, **settings: Any) -> AsyncIterator[Piece]:
+        """`stream` in an event loop; leaving the loop over it cancels the rest."""
+        stream = await asyncio.to_thread(self.stream, prompt, **settings)
+        try:
+            async for piece in stream:
+                yield piece
+        finally:
+            stream.cancel()
+
+    def clear_cache(self) -> None:
+        """Forget the texts of requests that have ended: the next one is computed from its first token on."""
+        self.worker.call(self.lm.clear)
+
+    def weights_changed(self) -> None:
+        """The weights have changed, in place: use nothing that was computed with the old ones."""
+        self.worker.call(self.lm.refresh)
+
+    @property
+    def worker(self) -> Worker:
+        """The thread that runs this model's passes, whoever asks for them."""
+        return self.lm.worker
+
+    def _stream(self, requests: list[Request], trace: TraceWriter | None, whole: bool = False) -> Stream:
+        # Every request is checked before the first one runs.
+        seqs = [self.sequence(request, i) for request in requests for i in range(request.n)]
+        return Stream(self, seqs, trace, whole)
+
+    def submit(self, seqs: Seq[Sequence], trace: TraceWriter | None = None) -> None:
+        """Queue requests, or refuse them all; each tells its listener what happens to it. From any thread."""
+        for seq in seqs:
+            for lm in seq.drafter.models():
+                self.worker.join(lm.worker)
+            for part in (seq.drafter, seq.policy, seq.verifier):  # what they learn is learned on one thread
+                self.worker.join(vars(part).setdefault("_worker", self.worker))
+        try:
+            self.worker.call(partial(self._submit, seqs, trace))
+        except BaseException:  # the caller may have been interrupted while it waited
+            self.cancel(seqs)
+            raise
+
+    def cancel(self, seqs: Seq[Sequence]) -> None:
+        """End requests soon; from any thread, and it does not wait."""
+        if not all(seq.finished for seq in seqs):
+            self.worker.post(partial(self._cancel, seqs))
+
+    def _submit(self, seqs: Seq[Sequence], trace: TraceWriter | None) -> None:
+        submitted: list[Sequence] = []
+        try:
+            for seq in seqs:
+                if isinstance(seq.policy, Goodput) and seq.policy.costs is None:
+                    seq.policy.costs = self._measured()
+                submitted.append(seq)
+                self.engine.submit(seq)
+            if trace is not None:
+                trace.begin(seqs)
+        except BaseException:
+            self._cancel(submitted)
+            raise
+        self.worker.serve(self.engine)
+
+    def _cancel(self, seqs: Seq[Sequence]) -> None:
+        for seq in seqs:
+            if not seq.finished:
+                self.engine.cancel(seq)
+                if seq.listener is not None:
+                    seq.listener(Event(seq))
 
     def _requests(self, prompt: Any, settings: dict[str, Any]) -> tuple[list[Request], bool]:
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # ids as a tensor or an array
@@ -242,20 +195,21 @@ class Model:
             options["draft"] = self.draft_of(request.draft)
         key = (name, tuple(sorted((k, id(v) if k == "draft" else v) for k, v in options.items())))
         if key not in self._methods:
-            self._methods[key] = registry.method(name, **options)
+            self._methods.setdefault(key, registry.method(name, **options))  # another thread may have been faster
         return self._methods[key]
 
     def policy(self, request: Request) -> Policy:
-        """The policy of a request: its own, or the one that its method asks for; one that needs costs gets ours."""
+        """The policy of a request: its own, or the one that its method asks for."""
         given = self.method(request).policy if request.policy is None else request.policy
-        policy: Policy = self._named(given, registry.policy)
-        if isinstance(policy, Goodput) and policy.costs is None:
-            policy.costs = self.costs
-        return policy
+        found: Policy = self._named(given, registry.policy)
+        return found
 
     @property
     def costs(self) -> Costs | None:
         """What a pass takes here, measured on first use; None while there is no room to measure it."""
+        return self._measured() if self.worker.here else self.worker.call(self._measured)
+
+    def _measured(self) -> Costs | None:
         if self._costs is None:
             try:
                 self._costs = costs.of(self.lm, self.name)
@@ -272,7 +226,7 @@ class Model:
         key = id(draft.lm), id(draft.tokenizer)
         if key not in self._drafts:
             theirs = Side(draft.lm, draft.tokenizer, draft.name)
-            self._drafts[key] = theirs, translated(Side(self.lm, self.tokenizer, self.name), theirs)
+            self._drafts.setdefault(key, (theirs, translated(Side(self.lm, self.tokenizer, self.name), theirs)))
         return self._drafts[key][1]
 
     def _named(self, given: Any, make: Callable[..., Any]) -> Any:
@@ -282,7 +236,7 @@ class Model:
         key = (make.__name__, given)
         if key not in self._methods:
             name, options = registry.parse(given)
-            self._methods[key] = make(name, **options)
+            self._methods.setdefault(key, make(name, **options))
         return self._methods[key]
 
     def _watcher(self, request: Request) -> TextStream | None:
@@ -316,5 +270,14 @@ class Model:
         if self.tokenizer is None:
             raise UsageError("a grammar needs a tokenizer")
         if stops not in self._compilers:
-            self._compilers[stops] = GrammarCompiler(self.tokenizer, self.lm.vocab, stops)
+            self._compilers.setdefault(stops, GrammarCompiler(self.tokenizer, self.lm.vocab, stops))
         return self._compilers[stops].compile(**given, start=start)
+
+
+def _results(stream: Stream, many: bool) -> Any:
+    completions = stream.completions
+    if many or len(completions) > 1:
+        return completions
+    if completions[0].error is not None:
+        raise RequestFailed(completions[0].error)
+    return completions[0]

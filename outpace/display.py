@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace import registry
-from outpace.api import Completion, Stream
+from outpace.stream import Completion, Stream
 from outpace.verify import VERIFIERS
 
 GUESSED = "green"

@@ -31,6 +31,10 @@ class Drafter:
         """Whether it can draft for this model without being told anything: a trained head may not be there."""
         return True
 
+    def models(self) -> list[LM]:
+        """Models of its own that it runs, beside the target: one thread serves them all."""
+        return []
+
     def open(self, seq: Sequence) -> None:
         """A request was submitted: prepare for its `target`, or refuse it, before anything runs."""
 

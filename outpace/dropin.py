@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.api import Model, Request
-from outpace.engine import Engine
+from outpace.api import Model
 from outpace.errors import RequestFailed, UsageError
 from outpace.loading import wrap
 from outpace.processors import Custom
+from outpace.request import Request
 from outpace.sample import Sampler, Sampling
 from outpace.sequence import Limits, Sequence
+from outpace.stream import Stream
 
 
 class Criteria:
@@ -50,7 +51,7 @@ def custom_generate(method: str = "auto", **settings: Any) -> Callable[..., Any]
         config = generation_config
         _check(config)
         if id(model) not in models:
-            models[id(model)] = wrap(model)
+            models.setdefault(id(model), wrap(model))
         # Transformers draws from torch's generator, so `torch.manual_seed` decides here too.
         seed = int(torch.randint(2**62, ())) if config.do_sample else 0
         ours = replace(request, sampling=Sampling(temperature=1.0 if config.do_sample else 0.0, seed=seed))
@@ -84,14 +85,12 @@ def _unpadded(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
 
 
 def _run(model: Model, seqs: list[Sequence], streamer: Any) -> None:
-    engine = Engine(model.lm)
-    for seq in seqs:
-        engine.submit(seq)
     if streamer is not None:
         streamer.put(torch.tensor(seqs[0].tokens))
-    for event in engine.run():
-        for token in event.step.tokens if event.step is not None and streamer is not None else ():
-            streamer.put(torch.tensor([token]))
+    with Stream(model, seqs) as stream:
+        for piece in stream:
+            for token in piece.tokens if streamer is not None else ():
+                streamer.put(torch.tensor([token]))
     if streamer is not None:
         streamer.end()
     failed = [seq.error for seq in seqs if seq.error is not None]

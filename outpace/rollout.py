@@ -11,11 +11,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.api import Completion, Model, Request
+from outpace.api import Model
 from outpace.drafter import Drafter
 from outpace.errors import UsageError
+from outpace.request import Request
 from outpace.sequence import FinishReason
 from outpace.stats import Stats
+from outpace.stream import Completion
 from outpace.text import Prompt, encode
 from outpace.verify import Verifier
 
@@ -60,7 +62,7 @@ def rollout(
     seed = settings.get("seed", 0)
     requests = [Request.of(p, {**given, "seed": _mixed(seed, i)}) for i, p in enumerate(prompts)]
     tokens = [encode(prompt, model.tokenizer, model.lm.vocab) for prompt in prompts]
-    model.lm.refresh()
+    model.weights_changed()
     completions = model.generate(requests)
     return [_rolled(completion, i // n, tokens[i // n]) for i, completion in enumerate(completions)]
 

@@ -84,6 +84,8 @@ class Sequence:
     verifier: Verifier
     policy: Policy
     watcher: Watcher | None = None
+    listener: Callable[[Any], object] | None = None  # is told every event of this request, on the engine's thread
+    watched: bool = False  # someone looks at the scores of its passes, so no pass begins before that
 
     target: LM | None = None  # since it was submitted
     vocab: int = 0  # of the target
@@ -91,6 +93,7 @@ class Sequence:
     hidden: Tensor | None = None  # [tokens in the cache, taps], when the drafter or the verifier asked for taps
     finish_reason: FinishReason | None = None
     error: str | None = None
+    cause: Exception | None = None  # raised by code of this request: its caller gets to see it
     logprobs: list[Logprob] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)  # of each generated token: was it an accepted guess
     stats: Stats = field(default_factory=Stats)
@@ -140,8 +143,8 @@ class Sequence:
             self.finish_reason = "length"
         return self.finished
 
-    def fail(self, message: str) -> None:
-        self.finish_reason, self.error = "error", message
+    def fail(self, message: str, cause: Exception | None = None) -> None:
+        self.finish_reason, self.error, self.cause = "error", message, cause
 
 
 def common_prefix(a: Seq[int], b: Seq[int]) -> int:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.api import Model, Request
+from outpace.api import Model
 from outpace.engine import Engine
 from outpace.models.ahead import Ahead, Doubt, Last
 from outpace.models.base import Chosen, Job, Output
 from outpace.models.captured import Size
 from outpace.noise import gumbel
+from outpace.request import Request
 from outpace.sample import Pick
 from outpace.testing import ToyLM
 from outpace.tree import Tree

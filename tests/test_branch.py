@@ -72,7 +72,7 @@ def test_trees_are_those_that_are_grown_level_by_level(
     grown.clear()
     assert {1, 3} <= set(calls)
     monkeypatch.setattr(FastLM, "guess", lambda *given: None)
-    target.lm.clear()
+    target.clear_cache()
     again = [target.generate(PROMPTS, **given), target.generate(PROMPTS[0], **given)]
     assert len(calls) == count and len(grown) == len(alone)
     assert [c.tokens for c in again[0]] == [c.tokens for c in answers[0]] and again[1].tokens == answers[1].tokens
@@ -96,7 +96,7 @@ def test_trees_of_linked_slots(kind: str, device: str, grown: list[Tree], monkey
     answers = [target.generate(PROMPTS, **given), [target.generate(PROMPTS[0], **given)]]
     quickly = list(grown)
     grown.clear()
-    target.lm.clear()
+    target.clear_cache()
     monkeypatch.setattr(LinkedLM, "guess", lambda *given: None)
     again = [target.generate(PROMPTS, **given), [target.generate(PROMPTS[0], **given)]]
     assert [[c.tokens for c in batch] for batch in again] == [[c.tokens for c in batch] for batch in answers]

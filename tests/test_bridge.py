@@ -13,7 +13,7 @@ from hypothesis import example, given, settings, strategies as st
 
 import outpace
 from outpace import registry
-from outpace.api import Model, Request
+from outpace.api import Model
 from outpace.bench.contestants import Ours, Spec
 from outpace.bridge.follow import Follower, TokenFollower
 from outpace.bridge.pair import Pair
@@ -21,6 +21,7 @@ from outpace.bridge.pieces import Pieces, complete, join
 from outpace.bridge.translated import Translated
 from outpace.errors import UsageError
 from outpace.models.base import Guess, Job, Output, Shape
+from outpace.request import Request
 from outpace.sample import Pick
 from outpace.testing import ByteTokenizer, ToyLM
 from tests.tiny_models import build

@@ -10,7 +10,9 @@ import torch
 import outpace
 from outpace.api import Model
 from outpace.errors import UnsupportedModel
+from outpace.models.graph import GraphLM
 from outpace.slim import Layered
+from tests.callers import WAYS, Way, check
 from tests.conftest import LOSSLESS as METHODS, settings_of
 from tests.tiny_models import MODELS
 
@@ -74,3 +76,21 @@ def test_exact_passes_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
     draft = lm.lm.slice([0, 1])  # type: ignore[attr-defined]
     plain = [lm.generate(prompt, method="plain", **given).logprobs for prompt in PROMPTS]
     assert [c.logprobs for c in lm.generate(PROMPTS, **settings_of(name, draft), **given)] == plain
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Model:
+    """Float32, so that near ties do not happen; passes are CUDA graphs that begin before the last one was read."""
+    model = outpace.wrap(MODELS["llama"]().float().cuda(), eager=False)
+    assert isinstance(model.lm, GraphLM) and model.lm.most_tokens
+    return model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", ["plain", "suffix", "auto", "draft", "eagle3"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_caller_gets_its_own_text(way: Way, method: str, temperature: float, graphs: Model) -> None:
+    prompts = [*PROMPTS, [4, 4], list(range(30)), [7, 7, 7], [60, 2], [11, 12] * 4]
+    given = {**settings_of(method, graphs.lm.slice([0, 1])), "temperature": temperature}  # type: ignore[attr-defined]
+    for count in (2, 8):
+        check(graphs, prompts[:count], given, way)

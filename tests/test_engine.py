@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.api import Model, Request
+from outpace.api import Model
 from outpace.engine import Engine
 from outpace.errors import RequestFailed, UsageError
 from outpace.models.base import LM, Job, Output, Scores
+from outpace.request import Request
 from outpace.testing import ToyLM
 from outpace.trace import TraceWriter, read
 from outpace.tree import Tree
@@ -123,7 +124,7 @@ def test_more_requests_than_rows(toy: Model) -> None:
     for seq in seqs:
         engine.submit(seq)
     most = 0
-    while engine.waiting or engine.running:
+    while not engine.idle:
         engine.step()
         most = max(most, len(engine.running))
     assert most <= 2

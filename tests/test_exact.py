@@ -40,7 +40,7 @@ def test_every_method_has_the_bits_of_plain_decoding(name: str, llama: Model) ->
     method = settings_of(name, llama.lm.slice([0, 1]))  # type: ignore[attr-defined]
     assert bits(llama, PROMPTS, **method) == plain  # in a ragged batch
     assert [bits(llama, prompt, **method)[0] for prompt in PROMPTS] == plain
-    llama.lm.clear()
+    llama.clear_cache()
     assert bits(llama, PROMPTS[::-1], **method) == plain[::-1]  # from the first token on, in another order
 
 

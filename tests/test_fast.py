@@ -9,7 +9,6 @@ import torch
 
 import outpace
 from outpace import registry
-from outpace.api import Request
 from outpace.engine import Engine
 from outpace.heads import store
 from outpace.heads.parallel import Text
@@ -24,6 +23,7 @@ from outpace.models.int8 import Int8Linear, quantize
 from outpace.models.job import Job
 from outpace.models.kernels import cpu
 from outpace.models.memory import weights
+from outpace.request import Request
 from outpace.tree import Tree
 from tests import tiny_models
 

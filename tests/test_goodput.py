@@ -565,7 +565,7 @@ def test_candidates_of_auto() -> None:
 
 
 def test_the_policy_that_goes_with_a_method(toy: Model, toy_draft: LM) -> None:
-    from outpace.api import Request
+    from outpace.request import Request
 
     def policy(**given: Any) -> type[Policy]:
         return type(toy.sequence(Request.of([1, 2], given)).policy)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import outpace
-from outpace.api import Model, Request
+from outpace.api import Model
 from outpace.engine import Engine
 from outpace.models import captured, graph
 from outpace.models.ahead import Ahead, Doubt
@@ -20,6 +20,7 @@ from outpace.models.fast import FastLM
 from outpace.models.graph import GraphLM
 from outpace.models.hf import PackedLM
 from outpace.models.kernels import cpu, kept
+from outpace.request import Request
 from outpace.sample import Pick
 from outpace.tree import Tree
 from tests import tiny_models

@@ -14,8 +14,10 @@ from transformers import LogitsProcessor
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 from outpace import registry
-from outpace.api import Completion, Model, Request
+from outpace.api import Model
 from outpace.models.base import LM
+from outpace.request import Request
+from outpace.stream import Completion
 from tests.conftest import LOSSLESS as METHODS, settings_of
 
 TREES: dict[str, dict[str, Any]] = {

@@ -312,7 +312,7 @@ def test_the_expected_law_is_that_of_the_sampler(sampling: Sampling, toy: Model)
 
 
 def outpace_request(prompt: list[int], settings: dict[str, Any]) -> Any:
-    from outpace.api import Request
+    from outpace.request import Request
 
     return Request.of(prompt, settings)
 

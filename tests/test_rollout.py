@@ -163,7 +163,7 @@ def test_heads_forget_states_of_old_weights() -> None:
     outpace.rollout(lm, [PROMPTS[1]], method=drafter, max_tokens=4)
     assert drafter._lm is not None and drafter._lm.version == 0 < lm.lm.version  # made after the first refresh
     assert any(row.tokens for row in drafter._lm.rows)  # type: ignore[attr-defined]
-    lm.lm.refresh()
+    lm.weights_changed()
     seq = lm.sequence(outpace.Request(PROMPTS[0], method=drafter))
     seq.target = lm.lm
     drafter.open(seq)

@@ -18,7 +18,7 @@ import outpace
 from outpace import registry
 from outpace.advise.rank import Candidate, replay
 from outpace.advise.recording import record
-from outpace.api import Model, Request
+from outpace.api import Model
 from outpace.cli import app
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.layers import Probe, Sample, agreement, gain, parse, spell, tokens_per_pass, without
@@ -30,6 +30,7 @@ from outpace.models.early import EarlyLM
 from outpace.models.hf import PackedLM, adapt
 from outpace.models.job import Begun
 from outpace.models.native import NativeLM
+from outpace.request import Request
 from outpace.sample import Sampling
 from outpace.testing import ToyLM
 from outpace.tree import Tree
@@ -112,7 +113,7 @@ class Evaluations:
 def test_no_layer_runs_twice_for_a_token(exit: int, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     ours, prompts = outpace.wrap(tiny("llama")), [text(9, 1), text(3, 2), text(14, 3)]
     plain = tokens(ours.generate(prompts, method="plain", max_tokens=24))
-    ours.lm.clear()
+    ours.clear_cache()
     assert isinstance(ours.lm, PackedLM)
     found = Evaluations(ours.lm, monkeypatch)
     drafted = ours.generate(prompts, method="layerskip", exit=exit, max_tokens=24, **shape)
@@ -131,11 +132,11 @@ def test_what_a_draft_that_is_pruned_began_is_the_only_thing_that_is_lost(monkey
     found = Evaluations(ours.lm, monkeypatch)  # type: ignore[arg-type]
     options = {"method": "layerskip", "exit": 2, "depth": 4, "width": 3, "max_tokens": 24}
     plain = tokens(ours.generate(prompts, method="plain", max_tokens=24))
-    ours.lm.clear()
+    ours.clear_cache()
     found.times.clear()
     for policy in ("auto", "fixed:nodes=2", "heuristic", "confidence"):
         assert tokens(ours.generate(prompts, policy=policy, **options)) == plain
-        ours.lm.clear()
+        ours.clear_cache()
         last = {seen: times for (layer, seen), times in found.times.items() if layer == 2}
         assert set(last.values()) == {1}
         found.times.clear()

@@ -24,16 +24,16 @@ COMMAND = "reports_errors"  # the decorator of every command
 
 # A module may import those of its own layer and of the layers above it in this list.
 LAYERS = [
-    {"version", "errors", "noise", "jsonl", "files"},
+    {"version", "errors", "noise", "jsonl", "files", "worker"},
     {"tree", "stats"},
     {"sequence"},
     {"sample", "processors", "grammar", "drafter", "text", "successors", "grafting", "calibrated"},
     {"verify", "policy", "costs", "calibration", "meter", "pool", "rota", "goodput"},
     {"models", "shelf"},
     {"heads"},
-    {"engine", "testing", "outlook", "growth", "slots", "linked", "headed", "layers", "slim", "bridge"},
+    {"scheduler", "engine", "testing", "outlook", "growth", "slots", "linked", "headed", "layers", "slim", "bridge"},
     {"methods", "registry", "trace"},
-    {"api", "calibrate"},
+    {"request", "stream", "api", "calibrate"},
     {"loading", "gguf", "rollout"},
     {"bench"},
     {"train"},

@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outpace.api import Completion, Model
+from outpace.api import Model
 from outpace.cli import app
 from outpace.errors import OutpaceError
 from outpace.show import page, terminal
+from outpace.stream import Completion
 from outpace.testing import ByteTokenizer, ToyLM
 from outpace.trace import Trace, TraceWriter, read, reason
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import outpace
 from outpace import growth, headed, registry, slots
-from outpace.api import Model, Request
+from outpace.api import Model
 from outpace.errors import Headless, UsageError
 from outpace.headed import Slotted
 from outpace.heads import store
@@ -28,6 +28,7 @@ from outpace.models.fed import FedFast, fed
 from outpace.outlook import outlooks
 from outpace.proof.law import sampled_law
 from outpace.proof.plan import Plan, Subject
+from outpace.request import Request
 from outpace.sample import Sampling
 from outpace.sequence import Sequence
 from outpace.testing import ToyLM
@@ -355,7 +356,7 @@ def test_levels_that_nobody_looks_at(kind: str, shape: dict[str, int], monkeypat
         if not quickly:
             monkeypatch.setattr(LinkedLM, "guess", lambda *given: None)
         drafter = registry.method(head.kind, head=head, **shape)
-        target().lm.clear()
+        target().clear_cache()
         target().generate([[1, 2, 3, 4, 5], [9] * 20, [7, 8]], method=drafter, max_tokens=12)
     assert len(grown[0]) == len(grown[1]) > 12 and max(map(len, grown[0])) == shape["nodes"] + 1
     for ours, theirs in zip(*grown, strict=True):

@@ -130,7 +130,8 @@ def test_a_cancelled_request_says_so(model: Model, tmp_path: Path) -> None:
         stream.close()
     trace = read(path)
     assert [request.finish_reason for request in trace.requests] == ["cancelled", "cancelled"]
-    assert [request.tokens for request in trace.requests] == [piece.tokens for piece in first]
+    for request, piece in zip(trace.requests, first, strict=True):  # passes go on until the stream is closed
+        assert request.tokens[: len(piece.tokens)] == piece.tokens
 
 
 def test_a_failed_request_carries_its_error(model: Model, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 from typer.testing import CliRunner
 
 from outpace import Drafter, Model, Sequence, calibrated, display, layers, registry, slim as slim_layers
-from outpace.api import Request
 from outpace.cli import app, calibrate as command
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.loading import wrap
@@ -22,6 +21,7 @@ from outpace.models.base import LM, Job, Output, Scores
 from outpace.models.cacheless import CachelessLM
 from outpace.proof.plan import Plan, Subject
 from outpace.proof.suite import answered, questions
+from outpace.request import Request
 from outpace.sequence import Step
 from outpace.testing import VOCAB, ToyLM
 from outpace.trace import read, reason

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.api import Model, Request
+from outpace.api import Model
 from outpace.drafter import Drafter
 from outpace.engine import Engine
+from outpace.request import Request
 from outpace.sequence import Sequence
 from outpace.tree import ROOT, Budget, Tree
 

@@ -13,11 +13,12 @@ from outpace import registry
 from outpace.advise.costs import Costs, Table
 from outpace.advise.recording import Recording
 from outpace.advise.replay import ReplayLM
-from outpace.api import Model, Request
+from outpace.api import Model
 from outpace.bench.summary import Interval
 from outpace.drafter import Drafter
 from outpace.engine import Engine
 from outpace.errors import UsageError
+from outpace.request import Request
 from outpace.sample import Sampling
 from outpace.stats import Stats
 from outpace.tree import Budget
@@ -120,7 +121,7 @@ def replay(
         target.recording = recording
         target.clear()
         for draft in drafts.values():
-            draft.lm.clear()
+            draft.clear_cache()
         request = Request(
             recording.prompt, drafter, policy=policy, sampling=sampling, ignore_eos=True,
             max_tokens=len(recording.answer),

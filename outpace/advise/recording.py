@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outpace.api import Model, Request
+from outpace.api import Model
 from outpace.engine import Engine, Event
 from outpace.errors import OutpaceError
 from outpace.registry import method
+from outpace.request import Request
 from outpace.sample import Sampling
 from outpace.tree import Tree
 

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from outpace import registry
-from outpace.api import Completion, Model, Request
+from outpace.api import Model
 from outpace.bench.run import Group, Run, Settings
 from outpace.drafter import Drafter
 from outpace.errors import RequestFailed, UsageError, unknown
 from outpace.policy import Policy
+from outpace.request import Request
 from outpace.stats import Stats
+from outpace.stream import Completion
 from outpace.trace import TraceWriter
 from outpace.verify import Verifier
 
@@ -93,7 +95,7 @@ class Timed(ABC):
 
     def run(self, prompts: list[list[int]], settings: Settings) -> Run:
         for model in self.models:
-            model.lm.clear()  # nobody profits from a prompt that is still there
+            model.clear_cache()  # nobody profits from a prompt that is still there
         gc.collect()
         gc.disable()
         try:

@@ -39,7 +39,7 @@ class Translated:
     ends: Ends | None = None
 
     def __init__(self, lm: LM, pair: Pair):
-        self.lm, self.pair = lm, pair
+        self.lm, self.pair, self.worker = lm, pair, lm.worker
         self.vocab = pair.ours.vocab
         self.context = sys.maxsize  # what a follower holds slides
         self.trees, self.asynchronous, self.handy = lm.trees, lm.asynchronous, lm.handy

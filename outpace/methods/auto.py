@@ -53,6 +53,9 @@ class Auto(Drafter):
     def model_source(self) -> str | None:  # type: ignore[override]
         return None if self._model is None else self._model.name
 
+    def models(self) -> list[LM]:
+        return [] if self._model is None else self._model.models()
+
     def open(self, seq: Sequence) -> None:
         for part in self._parts:
             part.open(seq)

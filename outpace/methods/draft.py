@@ -46,6 +46,9 @@ class Draft(Growing):
                 "same, or none is known: pass draft and target as models with their tokenizers, wrap(model, tokenizer)"
             )
 
+    def models(self) -> list[LM]:
+        return [self.draft]
+
     def lm(self, seq: Sequence) -> LM:
         return self.draft
 

@@ -85,6 +85,9 @@ class ViaSD(Drafter):
     def model_source(self) -> str | None:  # type: ignore[override]
         return self._inner.model_source or (None if self._inner.model_source is None else self._inner.name)
 
+    def models(self) -> list[LM]:
+        return self._inner.models()
+
     def open(self, seq: Sequence) -> None:
         self._inner.open(seq)
         target = seq.target

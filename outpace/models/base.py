@@ -23,6 +23,7 @@ from outpace.models.row import Output as Output, Row as Row
 from outpace.sample import Pick
 from outpace.sequence import common_prefix
 from outpace.tree import Tree
+from outpace.worker import Worker
 
 Picks = Seq[Pick | None] | None
 CHUNK = 512  # tokens of a prompt per pass: bounds the memory of a long prefill
@@ -58,6 +59,7 @@ class LM(Protocol):
     handy: bool  # False: to look at logits takes a while, beside the choices of `picks`
     stack: int  # layers that can be taken apart; 0: none can
     ends: Ends | None  # its embeddings and its output matrix, which heads borrow; None: it has no such matrices
+    worker: Worker  # whose thread runs its passes; models that share weights or rows share it
 
     def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
         """A row for a request that starts with `tokens`; what a row already knows of them is reused."""
@@ -126,6 +128,7 @@ class SlotLM(ABC):
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self.worker = Worker()
 
     @abstractmethod
     def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:

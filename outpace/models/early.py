@@ -32,6 +32,7 @@ class EarlyLM:
         self.whole, self.stack = whole, layers
         self.vocab, self.context, self.trees = whole.vocab, whole.context, whole.trees
         self.ends: Ends | None = None
+        self.worker = whole.worker
 
     def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
         return self.whole.acquire(tokens, taps)

@@ -176,6 +176,7 @@ class PackedLM(SlotLM):
 
     def _part(self, layers: Seq[int], kind: type[PackedLM] | None = None) -> PackedLM:
         part = (kind or type(self))(self.model, layers, self.cache.limit)
+        part.worker = self.worker
         part.cache.kinds = self.cache.kinds
         part.cache.token_bytes = self.cache.token_bytes * len(part.layers) // len(self.layers)
         return part

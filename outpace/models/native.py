@@ -109,7 +109,9 @@ class NativeLM(SlotLM):
             stack = getattr(decoder, name)
             setattr(decoder, name, nn.ModuleList(x if i in layers else Passed(x, pair) for i, x in enumerate(stack)))
             try:
-                return NativeLM(part)
+                sliced = NativeLM(part)
+                sliced.worker = self.worker
+                return sliced
             except UnsupportedModel as error:
                 problem = error
         raise UnsupportedModel(f"{type(self.model).__name__} cannot be run without some of its layers: {problem}")

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from outpace.api import Completion
 from outpace.proof.plan import Plan, Subject
 from outpace.proof.records import Check, Divergence, verdict_of
 from outpace.sample import Sampling
+from outpace.stream import Completion
 
 PLAIN = Subject("plain", {"method": "plain"})
 GREEDY = Sampling()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.api import Completion, Model, Request
+from outpace.api import Model
 from outpace.errors import UsageError
 from outpace.proof.judge import Answer, Judge
+from outpace.request import Request
 from outpace.sample import Sampling
+from outpace.stream import Completion
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Plan:
         """Answers to these prompts in batches of this size, each computed from its first token on."""
         out: list[Completion] = []
         for start in range(0, len(indices), batch):
-            self.model.lm.clear()
+            self.model.clear_cache()
             group = [self.request(subject, self.prompts[i], **_given(sampling)) for i in indices[start : start + batch]]
             out += self.model.generate(group)
         return out

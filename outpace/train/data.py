@@ -21,10 +21,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from outpace.api import Completion, Model, Request, Stream
+from outpace.api import Model
 from outpace.bench import tasks
 from outpace.bench.tasks import Prompt
 from outpace.errors import OutpaceError, UsageError
+from outpace.request import Request
+from outpace.stream import Completion, Stream
 from outpace.train import magpie
 from outpace.train.batches import Batch as Batch, batches as batches, collate as collate, plan as plan
 from outpace.train.prompts import Shard as Shard, digest

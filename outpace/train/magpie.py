@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from outpace.api import Completion, Model
+from outpace.api import Model
 from outpace.errors import UnsupportedModel, UsageError
+from outpace.stream import Completion
 
 MARK = "~what the user says~"
 

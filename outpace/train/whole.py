@@ -132,7 +132,7 @@ class LayerSkipRecipe(Whole):
         return exits.weights(active, self.stack, given.exit_scale)
 
     def serve(self) -> Served:
-        self.served.lm.clear()  # what rows hold was computed with other weights
+        self.served.clear_cache()  # what rows hold was computed with other weights
         return Served(self.served, {"method": self.method})
 
 
@@ -150,7 +150,7 @@ class DraftRecipe(Whole):
         return self.judge(logits[rows, at], target)
 
     def serve(self) -> Served:
-        self.served.lm.clear()
+        self.served.clear_cache()
         return Served(self.model, {"method": self.method})
 
 
