@@ -27,6 +27,7 @@ from outpace.proof.records import Check
 from outpace.proof.suite import answered, questions, subjects_of
 from outpace.sample import Sampler, Sampling
 from outpace.sequence import Sequence, Step
+from outpace.stream import Mailbox
 from outpace.testing import ToyLM
 from outpace.tree import ROOT, Budget, Tree
 from tests import tiny_models
@@ -192,6 +193,17 @@ def test_a_cache_that_keeps_the_wrong_nodes(llama: Model, monkeypatch: pytest.Mo
 def test_a_drafter_that_leaks(toy: Model, toy_draft: LM) -> None:
     caught(toy, {"method": Leaky()}, "greedy = plain")
     caught(toy, {"method": Neighbour()}, "batch = alone")
+
+
+def test_streams_that_lose_what_came_while_another_was_read(toy: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def newest(self: Mailbox) -> Any:
+        found = self._mail.get()
+        while not self._mail.empty() and found.completion is None:  # type: ignore[union-attr]
+            found = self._mail.get()
+        return found
+
+    monkeypatch.setattr(Mailbox, "get", newest)
+    caught(toy, {"method": "suffix"}, "callers = alone")
 
 
 def test_a_draft_that_claims_a_law_it_did_not_draw_from(toy: Model, toy_draft: LM) -> None:

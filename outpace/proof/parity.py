@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from outpace.proof.callers import WAYS
 from outpace.proof.plan import Plan, Subject
 from outpace.proof.records import Check, Divergence, verdict_of
 from outpace.sample import Sampling
@@ -26,32 +27,36 @@ class Parity:
 
     def greedy(self, subject: Subject) -> Check:
         """Greedy answers equal plain decoding's."""
-        return self._equal(subject, "greedy = plain", GREEDY, batch=1)
+        return self._equal(subject, "greedy = plain", GREEDY)
 
     def seeded(self, subject: Subject) -> Check:
         """Sampled answers equal plain decoding's with the same seed."""
-        return self._equal(subject, "same seed = plain", self.plan.sampling, batch=1)
+        return self._equal(subject, "same seed = plain", self.plan.sampling)
 
     def batched(self, subject: Subject) -> Check:
         """Answers in ragged batches equal plain decoding's, alone."""
+        sizes = self.plan.batches
         parts = [
-            self._equal(subject, f"batch of {size} = alone", sampling, batch=size)
-            for size in self.plan.batches
-            for sampling in (GREEDY, self.plan.sampling)
-            if sampling is GREEDY or keeps_seed(self.plan, subject)
+            self._alone(subject, sampling, self._run(subject, sampling, size))
+            for size in sizes
+            for sampling in self._samplings(subject)
         ]
-        divergences = [d for part in parts for d in part.divergences]
-        sizes = ", ".join(map(str, self.plan.batches))
-        return Check(
-            subject.name, "batch = alone", verdict_of(divergences),
-            _said(divergences, sum(part.figures["answers"] for part in parts)) + f" in batches of {sizes}", divergences,
-            {"answers": sum(part.figures["answers"] for part in parts), "batches": list(self.plan.batches)},
-        )  # fmt: skip
+        found = self._all(subject, "batch = alone", parts, f"in batches of {', '.join(map(str, sizes))}")
+        return replace(found, figures=found.figures | {"batches": list(sizes)})
+
+    def callers(self, subject: Subject) -> Check:
+        """Answers to callers that use the model at the same time equal plain decoding's, alone."""
+        parts = [
+            self._alone(subject, sampling, self.plan.together(subject, sampling, way))
+            for way in WAYS.values()
+            for sampling in self._samplings(subject)
+        ]
+        return self._all(subject, "callers = alone", parts, f"in {' and '.join(WAYS)}")
 
     def judged(self, subject: Subject) -> Check:
         """Every token of every answer is the choice of the model itself, in higher precision."""
         plan, divergences, tokens = self.plan, list[Divergence](), 0
-        for sampling in (GREEDY, plan.sampling) if keeps_seed(plan, subject) else (GREEDY,):
+        for sampling in self._samplings(subject):
             for index, completion in enumerate(self._run(subject, sampling, 1)):
                 divergences += plan.judge.answer(plan.answer(completion, index, sampling), index)
                 tokens += len(completion.tokens)
@@ -74,13 +79,24 @@ class Parity:
             divergences += [d for d in [plan.judge.between(expected, completion.tokens, index)] if d is not None]
         return self._check(subject, name, divergences, len(ours))
 
-    def _equal(self, subject: Subject, name: str, sampling: Sampling, batch: int) -> Check:
+    def _samplings(self, subject: Subject) -> list[Sampling]:
+        return [GREEDY, self.plan.sampling] if keeps_seed(self.plan, subject) else [GREEDY]
+
+    def _equal(self, subject: Subject, name: str, sampling: Sampling) -> Check:
+        given = self._run(subject, sampling, 1)
+        return self._check(subject, name, self._alone(subject, sampling, given), len(given))
+
+    def _alone(self, subject: Subject, sampling: Sampling, given: list[Completion]) -> list[Divergence]:
+        """Where answers differ from those of plain decoding, each prompt alone."""
         plan, divergences = self.plan, list[Divergence]()
-        given = self._run(subject, sampling, batch)
         for index, (wanted, got) in enumerate(zip(self._run(_plain(subject), sampling, 1), given, strict=True)):
             expected = plan.answer(wanted, index, sampling)
             divergences += [d for d in [plan.judge.between(expected, got.tokens, index)] if d is not None]
-        return self._check(subject, name, divergences, len(given))
+        return divergences
+
+    def _all(self, subject: Subject, name: str, parts: list[list[Divergence]], how: str) -> Check:
+        found = self._check(subject, name, [d for part in parts for d in part], len(parts) * len(self.plan.prompts))
+        return replace(found, summary=f"{found.summary} {how}")
 
     def _check(self, subject: Subject, name: str, divergences: list[Divergence], answers: int) -> Check:
         summary, figures = _said(divergences, answers), {"answers": answers, "divergences": len(divergences)}

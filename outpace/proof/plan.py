@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ from outpace.proof.judge import Answer, Judge
 from outpace.request import Request
 from outpace.sample import Sampling
 from outpace.stream import Completion
+
+Way = Callable[[Model, Seq[Request]], list[Completion]]
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class Plan:
             group = [self.request(subject, self.prompts[i], **_given(sampling)) for i in indices[start : start + batch]]
             out += self.model.generate(group)
         return out
+
+    def together(self, subject: Subject, sampling: Sampling, way: Way) -> list[Completion]:
+        """Answers to all prompts, each asked for by a caller of its own, all at once."""
+        self.model.clear_cache()
+        return way(self.model, [self.request(subject, prompt, **_given(sampling)) for prompt in self.prompts])
 
     def answer(self, completion: Completion, index: int, sampling: Sampling) -> Answer:
         """The completion with the sampler that its settings make."""

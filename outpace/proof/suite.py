@@ -35,7 +35,7 @@ def questions(plan: Plan, subjects: list[Subject], transformers: bool = False) -
         sequence = plan.model.sequence(plan.request(subject, plan.prompts[0]))
         try:
             sequence.target = plan.model.lm
-            sequence.drafter.open(sequence)
+            plan.model.worker.call(partial(sequence.drafter.open, sequence))
         except UnsupportedModel as error:
             refused = Check(subject.name, "all checks", "skip", str(error))
             out.append(Question(subject.name, refused.name, partial(_given, refused)))
@@ -43,7 +43,11 @@ def questions(plan: Plan, subjects: list[Subject], transformers: bool = False) -
         if not (sequence.drafter.lossless and sequence.verifier.lossless):
             out.append(Question(subject.name, "price", partial(price, plan, subject)))
             continue
-        asked: dict[str, Callable[[Subject], Check]] = {"every token": parity.judged, "batch = alone": parity.batched}
+        asked: dict[str, Callable[[Subject], Check]] = {
+            "every token": parity.judged,
+            "batch = alone": parity.batched,
+            "callers = alone": parity.callers,
+        }
         if subject is not PLAIN:
             asked = {"greedy = plain": parity.greedy, **asked}
             if keeps_seed(plan, subject):
