@@ -24,6 +24,7 @@ from outpace.request import Request
 from outpace.sample import Pick
 from outpace.tree import Tree
 from tests import tiny_models
+from tests.callers import Way, check, generate_inside_a_stream, streams_in_turn
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
 PROMPTS = [[5, 9, 2, 7] * 4, [1, 2, 3], list(range(20, 60)), [8], [4, 4, 4]]
@@ -133,6 +134,13 @@ def texts_of(sides: tuple[Model, Model], settings: list[dict[str, Any]]) -> list
         assert list(engine.run())
         texts.append([seq.generated for seq in seqs])
     return texts
+
+
+@pytest.mark.parametrize("way", [streams_in_turn, generate_inside_a_stream], ids=lambda way: way.__name__)
+def test_callers_read_choices_before_the_next_pass_writes_over_them(way: Way, model: Model) -> None:
+    """Two streams with an engine each would launch the same graph in turn, and read each other's choices."""
+    check(model, PROMPTS[:3], {"method": "plain", "temperature": 0.9}, way)
+    assert isinstance(model.lm, Graphless) and model.lm.sent
 
 
 @pytest.mark.parametrize(
