@@ -30,7 +30,7 @@ from outpace.costs import Costs
 from outpace.engine import Engine
 from outpace.models.base import Job, Output, Scores
 from outpace.request import Request
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from outpace.tree import Tree
 
 CURVES = {  # tokens of a pass -> passes of one token that it costs

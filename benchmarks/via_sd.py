@@ -25,7 +25,7 @@ from outpace.bench import tasks
 from outpace.models.base import LM
 from outpace.proof.plan import Plan, Subject
 from outpace.proof.price import is_right, price
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 
 POINTS = ((0.9, 0.6), (0.8, 0.5), (0.6, 0.3), (0.4, 0.2), (0.2, 0.1))  # accept and ask
 

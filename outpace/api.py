@@ -162,8 +162,6 @@ class Model:
 
     def sequence(self, request: Request, stream: int = 0) -> Sequence:
         """The request as the engine takes it; `stream` tells the samples of one prompt apart."""
-        if request.max_tokens < 1 or request.min_tokens < 0 or request.n < 1:
-            raise UsageError("max_tokens and n must be at least 1, and min_tokens at least 0")
         tokens = encode(request.prompt, self.tokenizer, self.lm.vocab)
         room = self.lm.context - len(tokens)
         if room < 1:
@@ -265,8 +263,6 @@ class Model:
         given = {name: source for name, source in sources.items() if source is not None}
         if not given:
             return None
-        if len(given) > 1:
-            raise UsageError(f"one constraint at a time, not {' and '.join(given)}")
         if self.tokenizer is None:
             raise UsageError("a grammar needs a tokenizer")
         if stops not in self._compilers:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outpace import registry
-from outpace.stream import Completion, Stream
-from outpace.verify import VERIFIERS
+from outpace.catalogue import KINDS, entries
+
+if TYPE_CHECKING:
+    from outpace.stream import Completion, Stream
 
 GUESSED = "green"
 
@@ -54,31 +55,11 @@ def to_json(done: Completion) -> dict[str, Any]:
     return dataclasses.asdict(done) | {"stats": done.stats.to_dict()}
 
 
-def _options(cls: type) -> dict[str, Any]:
-    def default(f: dataclasses.Field[Any]) -> Any:
-        return "required" if f.default is dataclasses.MISSING else f.default
-
-    return {name: default(f) for name, f in registry.options(cls).items()}
-
-
-def catalogue() -> dict[str, dict[str, Any]]:
+def catalogue() -> dict[str, dict[str, dict[str, Any]]]:
     """Every method, policy and verifier: what it is, whether it keeps the law, its options and their defaults."""
-    kinds: dict[str, dict[str, type]] = {
-        "methods": {name: registry.find(name) for name in registry.methods()},
-        "policies": dict(registry.POLICIES),
-        "verifiers": dict(VERIFIERS),
-    }
     return {
-        kind: {
-            name: {
-                "about": (cls.__doc__ or "").strip().split("\n")[0],
-                "lossless": getattr(cls, "lossless", True),
-                "lossless_if": getattr(cls, "lossless_if", {}),
-                "options": _options(cls),
-            }
-            for name, cls in classes.items()
-        }
-        for kind, classes in kinds.items()
+        plural: {name: dataclasses.asdict(entry) for name, entry in entries(kind).items()}
+        for plural, kind in KINDS.items()
     }
 
 
@@ -92,9 +73,9 @@ def _kept(entry: dict[str, Any], no: str) -> str:
 
 def catalogue_tables() -> list[Table]:
     tables = []
-    for kind, entries in catalogue().items():
+    for kind, known in catalogue().items():
         table = Table("name", "lossless", "what it does", "options", title=kind, title_justify="left", expand=True)
-        for name, entry in entries.items():
+        for name, entry in known.items():
             options = ", ".join(f"{k}={v}" for k, v in entry["options"].items())
             table.add_row(name, _kept(entry, "[red]no[/]"), entry["about"], options)
         tables.append(table)

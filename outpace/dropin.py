@@ -18,8 +18,9 @@ from outpace.errors import RequestFailed, UsageError
 from outpace.loading import wrap
 from outpace.processors import Custom
 from outpace.request import Request
-from outpace.sample import Sampler, Sampling
+from outpace.sample import Sampler
 from outpace.sequence import Limits, Sequence
+from outpace.settings import Sampling
 from outpace.stream import Stream
 
 

@@ -62,11 +62,12 @@ class GrammarCompiler:
             raise UsageError("grammars need llguidance: pip install 'outpace[grammar]'") from missing
         from transformers import PreTrainedTokenizerFast
 
-        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
-            raise UsageError(f"grammars need a fast tokenizer, and {type(self.tokenizer).__name__} is not one")
+        tokenizer = getattr(self.tokenizer, "whole", self.tokenizer)
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise UsageError(f"grammars need a fast tokenizer, and {type(tokenizer).__name__} is not one")
         size = max(self.vocab, len(self.tokenizer))  # a model may also have fewer logits than its tokenizer has tokens
         try:
-            return from_tokenizer(self.tokenizer, n_vocab=size, eos_token=list(self.stops) or None)
+            return from_tokenizer(tokenizer, n_vocab=size, eos_token=list(self.stops) or None)
         except ValueError as wrong:
             raise UsageError(f"grammars cannot use this tokenizer: {wrong}") from wrong
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from outpace.errors import UsageError
-from outpace.sample import Processor, Sampling
+from outpace.sample import Processor
+from outpace.settings import Sampling
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""METHODS: every method by name, imported when it is asked for; POLICIES by name.
+"""METHODS, POLICIES, VERIFIERS: every one by name, imported when it is asked for.
 
-A package of your own adds methods through the entry point group "outpace.methods" (name = "module:Class").
+A package of your own adds methods through the entry point group "outpace.methods" (name = "module:Class"). What there
+is, and with which options, is known without importing anything: `catalogue`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outpace.drafter import Drafter
 from outpace.errors import UsageError, unknown
-from outpace.goodput import Goodput
-from outpace.policy import Confidence, Entropy, Heuristic, Learned, Policy
-from outpace.verify import VERIFIERS, Verifier
+
+if TYPE_CHECKING:
+    from outpace.drafter import Drafter
+    from outpace.policy import Policy
+    from outpace.verify import Verifier
 
 METHODS: dict[str, str] = {
     "plain": "outpace.methods.plain:Plain",
@@ -37,35 +39,55 @@ METHODS: dict[str, str] = {
     "auto": "outpace.methods.auto:Auto",
 }
 
-POLICIES: dict[str, type[Policy]] = {
-    "fixed": Policy,
-    "heuristic": Heuristic,
-    "confidence": Confidence,
-    "entropy": Entropy,
-    "learned": Learned,
-    "auto": Goodput,
+POLICIES: dict[str, str] = {
+    "fixed": "outpace.policy:Policy",
+    "heuristic": "outpace.policy:Heuristic",
+    "confidence": "outpace.policy:Confidence",
+    "entropy": "outpace.policy:Entropy",
+    "learned": "outpace.policy:Learned",
+    "auto": "outpace.goodput:Goodput",
 }
 
+VERIFIERS: dict[str, str] = {
+    "match": "outpace.verify:Match",
+    "residual": "outpace.verify:Residual",
+    "typical": "outpace.verify:Typical",
+    "tiered": "outpace.verify:Tiered",
+    "contrastive": "outpace.verify:Contrastive",
+}
 
 NESTED = re.compile(r"\s*\w+\s*=\s*\w+:\w+=")
 
 
 def methods() -> dict[str, str]:
     """Names and where they are: ours, then what installed packages add."""
-    return METHODS | _installed()
+    return METHODS | installed()
 
 
 @cache  # to read what all installed packages say of themselves takes longer than a pass
-def _installed() -> dict[str, str]:
+def installed() -> dict[str, str]:
+    """The methods that other packages add."""
     return {point.name: point.value for point in entry_points(group="outpace.methods")}
 
 
-def find(name: str) -> type[Drafter]:
-    known = methods()
+def names(kind: str) -> dict[str, str]:
+    """Names and places of all methods, policies or verifiers; `kind` is in the singular."""
+    return {"method": methods, "policy": lambda: POLICIES, "verifier": lambda: VERIFIERS}[kind]()
+
+
+def find(name: str, kind: str = "method") -> type[Any]:
+    """The class of this name."""
+    known = names(kind)
     if name not in known:
-        raise unknown("method", name, known)
+        raise unknown(kind, name, known)
     module, _, attribute = known[name].partition(":")
     return getattr(import_module(module), attribute)
+
+
+def name_of(thing: object, kind: str) -> str:
+    """The name under which the class of an object is known, or that of the class."""
+    place = f"{type(thing).__module__}:{type(thing).__qualname__}"
+    return next((name for name, known in names(kind).items() if known == place), type(thing).__name__)
 
 
 def options(cls: type) -> dict[str, dataclasses.Field[Any]]:
@@ -131,7 +153,7 @@ def method(name: str, **given: Any) -> Drafter:
 
 def inner(given: str | Drafter | None, draft: Any) -> Drafter:
     """The method that another one wraps: an object, or "name:option=value,..."; None: what can run here."""
-    if isinstance(given, Drafter):
+    if given is not None and not isinstance(given, str):
         return given
     name, known = parse(given or ("suffix" if draft is None else "draft"))
     if draft is not None and "draft" in options(find(name)):
@@ -146,12 +168,10 @@ def lossless_options(name: str) -> dict[str, object] | None:
 
 
 def policy(name: str, **given: Any) -> Policy:
-    if name not in POLICIES:
-        raise unknown("policy", name, POLICIES)
-    return build("policy", name, POLICIES[name], given)
+    found: Policy = build("policy", name, find(name, "policy"), given)
+    return found
 
 
 def verifier(name: str, **given: Any) -> Verifier:
-    if name not in VERIFIERS:
-        raise unknown("verifier", name, VERIFIERS)
-    return build("verifier", name, VERIFIERS[name], given)
+    found: Verifier = build("verifier", name, find(name, "verifier"), given)
+    return found

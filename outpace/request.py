@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from outpace import registry
-from outpace.drafter import Drafter
+from outpace import catalogue, registry
 from outpace.errors import UsageError, unknown
-from outpace.models.base import LM
-from outpace.policy import Policy
-from outpace.sample import Sampling
-from outpace.text import Prompt
-from outpace.verify import Verifier
+from outpace.settings import Sampling
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from outpace.api import Model
+    from outpace.drafter import Drafter
+    from outpace.models.base import LM
+    from outpace.policy import Policy
+    from outpace.text import Prompt
+    from outpace.verify import Verifier
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,14 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     options: dict[str, Any] = field(default_factory=dict)  # of the method
 
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1 or self.min_tokens < 0 or self.n < 1:
+            raise UsageError("max_tokens and n must be at least 1, and min_tokens at least 0")
+        constraints = {"json_schema": self.json_schema, "regex": self.regex, "lark": self.lark}
+        given = [name for name, source in constraints.items() if source is not None]
+        if len(given) > 1:
+            raise UsageError(f"one constraint at a time, not {' and '.join(given)}")
+
     @classmethod
     def of(cls, prompt: Prompt | Request, given: dict[str, Any]) -> Request:
         """A request from keywords: sampling settings and the method's options are sorted out of them."""
@@ -60,7 +68,7 @@ class Request:
         if isinstance(name, str):
             name, spelled = registry.parse(name)
             given = {**spelled, **given, "method": name}
-        optional = set(registry.options(registry.find(name))) if isinstance(name, str) else set()
+        optional = set(catalogue.entry("method", name).options) if isinstance(name, str) else set()
         for key in given:
             if key not in own | sampled | optional:
                 raise unknown("option", key, own | sampled | optional)

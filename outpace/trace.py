@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from outpace import registry
 from outpace.engine import Event
 from outpace.errors import OutpaceError
 from outpace.jsonl import read_lines
-from outpace.registry import POLICIES
 from outpace.sequence import Sequence, Step
 from outpace.text import TextStream, Tokenizer
 from outpace.tree import ROOT, Decision, Signal, Tree
-from outpace.verify import VERIFIERS
 from outpace.version import __version__
 
 FORMAT, VERSION = "outpace-trace", 1
@@ -141,8 +140,8 @@ class TraceWriter:
                 "request",
                 id=self._ids[seq.id],
                 method=seq.drafter.name or type(seq.drafter).__name__,
-                verifier=_name(seq.verifier, VERIFIERS),
-                policy=_name(seq.policy, POLICIES),
+                verifier=registry.name_of(seq.verifier, "verifier"),
+                policy=registry.name_of(seq.policy, "policy"),
                 lossless=seq.drafter.lossless and seq.verifier.lossless,
                 sampling=asdict(seq.sampler.sampling),
                 prompt=seq.tokens,
@@ -207,10 +206,6 @@ class TraceWriter:
     def _write(self, kind: str, **fields: Any) -> None:
         self._file.write(json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":")) + "\n")
         self._file.flush()
-
-
-def _name(thing: object, known: Mapping[str, type]) -> str:
-    return next((name for name, cls in known.items() if cls is type(thing)), type(thing).__name__)
 
 
 def _judge(event: Event, step: Step) -> Iterator[Judged]:

@@ -280,12 +280,3 @@ class Contrastive(Verifier):
         child = children[int(((1 - self.alpha) * law - self.alpha * alike).argmax())]
         assert child is not None
         return child
-
-
-VERIFIERS: dict[str, type[Verifier]] = {
-    "match": Match,
-    "residual": Residual,
-    "typical": Typical,
-    "tiered": Tiered,
-    "contrastive": Contrastive,
-}

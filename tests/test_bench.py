@@ -16,17 +16,18 @@ from typer.testing import CliRunner
 
 from outpace import registry, trace
 from outpace.api import Model
-from outpace.bench import plan as planning, record as recording, report, tables, tasks
-from outpace.bench.contestants import Ours, Rules, Spec, Theirs, specs, sweep, theirs
+from outpace.bench import markers, plan as planning, record as recording, report, tables, tasks
+from outpace.bench.contestants import Ours, Rules, Theirs, sweep, theirs
 from outpace.bench.plan import Plan
 from outpace.bench.record import Record, Writer
 from outpace.bench.run import Condition, Contestant, Group, Run, Settings, measure, warm_up
+from outpace.bench.specs import Spec, specs
 from outpace.bench.summary import Interval, speedup, summarize
 from outpace.cli import app, bench as command
 from outpace.errors import OutpaceError, UsageError
 from outpace.loading import wrap
-from outpace.sample import Sampling
 from outpace.sequence import first_difference
+from outpace.settings import Sampling
 from outpace.stats import Stats
 from outpace.testing import ByteTokenizer, ToyLM
 from tests.tiny_models import build
@@ -436,12 +437,12 @@ def test_markdown_goes_between_the_markers(tmp_path: Path) -> None:
     record, path = sample_record(), tmp_path / "b.md"
     path.write_text("before\n<!-- bench:cpu -->\nold\n<!-- /bench:cpu -->\nafter\n")
     text = tables.markdown(record, summarize(record))
-    tables.update(path, "cpu", text)
-    tables.update(path, "cpu", text)
+    markers.update(path, "cpu", text)
+    markers.update(path, "cpu", text)
     assert path.read_text() == f"before\n<!-- bench:cpu -->\n\n{text}\n\n<!-- /bench:cpu -->\nafter\n"
     assert "outpace bench <toy>" in text and "| suffix <b> | 4" in text and "| copy 512, batch 2 |" in text
     with pytest.raises(UsageError, match="has no <!-- bench:gpu -->"):
-        tables.around(path, "gpu")
+        markers.around(path, "gpu")
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -14,7 +14,8 @@ from hypothesis import example, given, settings, strategies as st
 import outpace
 from outpace import registry
 from outpace.api import Model
-from outpace.bench.contestants import Ours, Spec
+from outpace.bench.contestants import Ours
+from outpace.bench.specs import Spec
 from outpace.bridge.follow import Follower, TokenFollower
 from outpace.bridge.pair import Pair
 from outpace.bridge.pieces import Pieces, complete, join

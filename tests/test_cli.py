@@ -12,9 +12,9 @@ import pytest
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from outpace import registry, sample, shelf
+from outpace import catalogue, registry, sample, shelf
 from outpace.cli import app
-from outpace.errors import OutpaceError
+from outpace.errors import OutpaceError, UsageError
 from outpace.models.int8 import quantize
 from tests.conftest import SMOLLM2
 
@@ -83,6 +83,78 @@ def test_generate_shows_text_and_statistics(smollm2: object) -> None:
     )
     assert done.exit_code == 0, done.output
     assert "tokens per pass" in done.stdout.replace("\n", " ")
+
+
+HEAVY = ("torch", "transformers", "numpy", "scipy", "matplotlib")
+WITHOUT_A_MODEL = [
+    ["--help"],
+    ["--version"],
+    ["methods"],
+    ["methods", "--json"],
+    ["shelf"],
+    *([name, "--help"] for name in ("generate", "chat", "verify", "bench", "advise", "train", "head", "prune", "show")),
+    ["generate", "hi", "--method", "ngrm"],
+    ["generate", "hi", "--method", "ngram", "-o", "maxn=3"],
+    ["generate", "hi", "--method", "ngram", "-o", "max_n=many"],
+    ["generate", "hi", "--method", "draft"],
+    ["generate", "hi", "--method", "suffix", "--draft", SMOLLM2],
+    ["generate", "hi", "--policy", "fast"],
+    ["generate", "hi", "--verifier", "residul"],
+    ["generate", "hi", "--model", "smollm2-135m-instrct"],
+    ["generate", "hi", "--model", "no/such/folder"],
+    ["generate", "hi", "--model", "gone.gguf"],
+    ["generate", "hi", "--model", f"{SMOLLM2}.gguf", "--dtype", "float16"],
+    ["generate", "hi", "--dtype", "float31"],
+    ["generate", "hi", "--device", "gpu"],
+    ["generate", "hi", "--quantize", "int3"],
+    ["generate", "hi", "--temperature", "-1"],
+    ["generate", "hi", "--max-tokens", "0"],
+    ["generate", "hi", "--set", "top_q=0.5"],
+    ["generate", "hi", "--trace", "no/such/folder/run.jsonl"],
+    ["chat", "--method", "ngrm"],
+    ["verify", "--method", "ngrm"],
+    ["verify", "--set", "top_q=0.5"],
+    ["bench", "--method", "suffix:bla=3"],
+    ["bench", "--policy", "fast"],
+    ["bench", "--from", "gone.jsonl"],
+    ["advise", "--method", "ngrm"],
+    ["calibrate", "gone.jsonl", "--output", "c.json"],
+    ["prune", SMOLLM2],
+    ["head", "show", "no/such/folder"],
+    ["show", "gone.jsonl"],
+]
+
+
+def test_nothing_heavy_is_imported_before_a_model_is_needed() -> None:
+    """One process for all of them: what one imports would be there for the next."""
+    program = f"""
+import sys
+from typer.testing import CliRunner
+from outpace.cli import app
+for arguments in {WITHOUT_A_MODEL!r}:
+    done = CliRunner().invoke(app, arguments)
+    known = arguments[-1] in ("--help", "--version", "--json", "methods", "shelf")
+    assert done.exit_code == 0 if known else done.exit_code in (1, 2), (arguments, done.exit_code, done.output)
+    assert known or done.stderr.strip(), arguments
+    found = [name for name in {HEAVY!r} if name in sys.modules]
+    assert not found, (arguments, found)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_catalogue_is_what_the_classes_say() -> None:
+    assert json.loads(catalogue.FILE.read_text()) == json.loads(json.dumps(catalogue.described())), (
+        "write it again: python -m outpace.catalogue"
+    )
+
+
+def test_methods_of_other_packages_are_in_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "installed", lambda: {"mine": "outpace.methods.ngram:NGram"})
+    assert catalogue.entry("method", "mine").options["max_n"] == 4
+    assert catalogue.entry("method", "ngram") in catalogue.entries("method").values()
+    with pytest.raises(UsageError, match="did you mean 'mine'"):
+        catalogue.check("method", "mne")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +237,7 @@ def test_verify_reports_what_it_found_before_ctrl_c(
     assert done.exit_code == 130, done.output
     report = json.loads(done.stdout)
     assert [check["name"] for check in report["checks"]] == ["every token"] and report["verdict"] == "incomplete"
-    assert "interrupted after 1 of 3 checks" in done.stderr
+    assert "interrupted after 1 of 4 checks" in done.stderr
 
 
 def test_verify_gives_a_lossy_verifier_a_price(smollm2: object, prompts: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 from pathlib import Path
@@ -56,6 +57,16 @@ def test_the_example_of_verify_runs(toy: Model) -> None:
     scope: dict[str, object] = {"lm": toy}
     exec(blocks("docs/verify.md")[0], scope)
     assert {check.subject for check in scope["checks"]} == {"plain", "suffix"}  # type: ignore[attr-defined]
+
+
+def test_the_examples_of_several_callers_run(smollm2: Model) -> None:
+    threads, tasks = blocks("docs/callers.md")
+    scope: dict[str, object] = {"lm": smollm2, "prompts": ["One", "Two", "Three"], "first": "One", "second": "Two"}
+    exec(threads, scope)
+    assert len(scope["answers"]) == 3  # type: ignore[arg-type]
+    scope["prompt"] = "One"
+    exec("async def run():\n" + "\n".join(f"    {line}" for line in tasks.splitlines()) + "\n    return answer", scope)
+    assert asyncio.run(scope["run"]()).tokens == scope["answers"][0].tokens  # type: ignore[operator, index]
 
 
 def test_links_of_the_documentation_lead_somewhere() -> None:

@@ -27,8 +27,9 @@ from outpace.models.base import LM, Guess, Job, Output, Picks, Reference, Scores
 from outpace.models.cacheless import CachelessLM
 from outpace.policy import Policy
 from outpace.pool import Guess as Node, Pass
-from outpace.sample import Sampler, Sampling
+from outpace.sample import Sampler
 from outpace.sequence import Limits, Sequence, Step
+from outpace.settings import Sampling
 from outpace.show.page import describe
 from outpace.testing import ToyLM
 from outpace.trace import read

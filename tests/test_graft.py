@@ -22,8 +22,9 @@ from outpace.methods.draft import Draft
 from outpace.methods.graft import Graft
 from outpace.models.base import LM
 from outpace.policy import Policy
-from outpace.sample import Sampler, Sampling
+from outpace.sample import Sampler
 from outpace.sequence import Limits
+from outpace.settings import Sampling
 from outpace.successors import EMPTY, Successors
 from outpace.testing import ToyLM
 from outpace.trace import Trace, TraceWriter, read

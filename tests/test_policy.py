@@ -27,8 +27,9 @@ from outpace.policy import (
     features,
     fit,
 )
-from outpace.sample import Sampler, Sampling
+from outpace.sample import Sampler
 from outpace.sequence import Limits
+from outpace.settings import Sampling
 from outpace.testing import ToyLM
 from outpace.tree import Budget, Signal, Tree
 from outpace.verify import Match

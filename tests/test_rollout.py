@@ -25,8 +25,8 @@ from outpace.models.kernels import cpu
 from outpace.proof.expected import expected_law
 from outpace.proof.law import sampled_law
 from outpace.proof.plan import Plan, Subject
-from outpace.rollout import Rollout, merged
-from outpace.sample import Sampling
+from outpace.rollouts import Rollout, merged
+from outpace.settings import Sampling
 from outpace.testing import ByteTokenizer, ToyLM
 from tests.tiny_models import GROUPED, build
 

@@ -24,7 +24,8 @@ COMMAND = "reports_errors"  # the decorator of every command
 
 # A module may import those of its own layer and of the layers above it in this list.
 LAYERS = [
-    {"version", "errors", "noise", "jsonl", "files", "worker"},
+    {"version", "errors", "noise", "jsonl", "files", "worker", "settings"},
+    {"registry", "catalogue", "request"},
     {"tree", "stats"},
     {"sequence"},
     {"sample", "processors", "grammar", "drafter", "text", "successors", "grafting", "calibrated"},
@@ -32,9 +33,9 @@ LAYERS = [
     {"models", "shelf"},
     {"heads"},
     {"scheduler", "engine", "testing", "outlook", "growth", "slots", "linked", "headed", "layers", "slim", "bridge"},
-    {"methods", "registry", "trace"},
-    {"request", "stream", "api", "calibrate"},
-    {"loading", "gguf", "rollout"},
+    {"methods", "trace"},
+    {"stream", "api", "calibrate"},
+    {"loading", "gguf", "rollouts"},
     {"bench"},
     {"train"},
     {"proof", "advise"},
@@ -91,8 +92,11 @@ def test_public_names() -> None:
     assert sorted(outpace.__all__, key=str) == sorted(set(outpace.__all__))
     for name in outpace.__all__:
         assert hasattr(outpace, name)
-    public = {n for n, v in vars(outpace).items() if not n.startswith("_") and not inspect.ismodule(v)}
-    assert public == set(outpace.__all__) - {"__version__"}
+    assert set(outpace._NAMES) == set(outpace.__all__) - {"__version__"}
+    own = {n for n, v in vars(outpace).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert own - {"TYPE_CHECKING", "Any", "import_module"} <= set(outpace.__all__)
+    for name in outpace.__all__:
+        assert getattr(outpace, name, None) is not None and name in dir(outpace)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -19,8 +19,9 @@ from outpace.methods.recycling import Recycling
 from outpace.methods.suffix import COUNTED, NO_MATCH, SEPARATOR, START, Automaton, Suffix
 from outpace.models.base import Scores
 from outpace.policy import Policy
-from outpace.sample import Sampler, Sampling
+from outpace.sample import Sampler
 from outpace.sequence import Limits
+from outpace.settings import Sampling
 from outpace.successors import EMPTY, likeliest
 from outpace.tree import ROOT, Budget, Tree
 from outpace.verify import Match

@@ -21,13 +21,15 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 from torch import Tensor
 
+from outpace import catalogue
 from outpace.errors import RequestFailed
 from outpace.models.base import Scores
 from outpace.processors import Banned, CountPenalty
-from outpace.sample import Processor, Sampler, Sampling
+from outpace.sample import Processor, Sampler
 from outpace.sequence import Limits, Sequence
+from outpace.settings import Sampling
 from outpace.tree import ROOT, Tree
-from outpace.verify import VERIFIERS, Chance, Keyed, Match, Residual, Typical, Verifier, traverse
+from outpace.verify import Chance, Keyed, Match, Residual, Typical, Verifier, traverse
 
 T = TypeVar("T")
 ALPHA = 1e-3  # seeds are fixed, so a test that passes once passes always
@@ -501,7 +503,8 @@ def test_stop_inside_the_tree(verifier: Verifier) -> None:
 
 
 def test_typical_is_lossy_and_says_so() -> None:
-    assert [name for name, verifier in VERIFIERS.items() if not verifier.lossless] == ["typical", "tiered"]
+    lossy = [name for name, entry in catalogue.entries("verifier").items() if not entry.lossless]
+    assert lossy == ["typical", "tiered"]
     assert Match.lossless and Residual.lossless
     assert Match.shares_noise and not Residual.shares_noise
 

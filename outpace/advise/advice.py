@@ -12,11 +12,12 @@ from outpace.advise.costs import Costs
 from outpace.advise.rank import Candidate, Prediction, best, drafter_of, predict, replay
 from outpace.advise.recording import Recording, record
 from outpace.api import Model
-from outpace.bench.contestants import PLAIN, Ours, Rules, Spec
+from outpace.bench.contestants import Ours, Rules
 from outpace.bench.run import Condition, Group, Settings, measure, warm_up
+from outpace.bench.specs import PLAIN, Spec
 from outpace.bench.summary import Interval, speedup
 from outpace.errors import UsageError
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 
 LEAST = 4  # prompts: two to record, two to measure
 Step = Callable[[str, int], Callable[[], object]]  # begins a step of so many parts; call what it gives after each

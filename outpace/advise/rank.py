@@ -19,7 +19,7 @@ from outpace.drafter import Drafter
 from outpace.engine import Engine
 from outpace.errors import UsageError
 from outpace.request import Request
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from outpace.stats import Stats
 from outpace.tree import Budget
 

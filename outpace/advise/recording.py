@@ -14,7 +14,7 @@ from outpace.engine import Engine, Event
 from outpace.errors import OutpaceError
 from outpace.registry import method
 from outpace.request import Request
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from outpace.tree import Tree
 
 EXPLORERS = "lookahead+recycling"  # they guess broadly, and each in its own way

@@ -6,7 +6,7 @@ import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from outpace import registry
 from outpace.api import Model
 from outpace.bench.run import Group, Run, Settings
+from outpace.bench.specs import PLAIN, TRANSFORMERS, Spec
 from outpace.drafter import Drafter
-from outpace.errors import RequestFailed, UsageError, unknown
+from outpace.errors import RequestFailed, UsageError
 from outpace.policy import Policy
 from outpace.request import Request
 from outpace.stats import Stats
@@ -24,41 +25,7 @@ from outpace.stream import Completion
 from outpace.trace import TraceWriter
 from outpace.verify import Verifier
 
-PLAIN = "plain"
-TRANSFORMERS = "Transformers"
 LOOKUP_TOKENS = 10
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A method, policy or verifier with options: "name" or "name:option=value,option=value"."""
-
-    text: str
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, given: str) -> Spec:
-        return cls(given, *registry.parse(given))
-
-
-def specs(given: Seq[str], draft: bool) -> list[Spec]:
-    """The methods to run, plain first; without names, all lossless ones that can run with what there is. Trained heads
-    have to be named: most models have none."""
-    able = {"draft"} if draft else set[str]()
-    names = list(given) or [
-        name
-        for name in registry.methods()
-        if _needs(name) <= able and registry.find(name).lossless and "head" not in registry.options(registry.find(name))
-    ]
-    found = [Spec.parse(text) for text in dict.fromkeys([PLAIN, *names])]
-    for spec in found:
-        known = registry.options(registry.find(spec.name))
-        if wrong := set(spec.options) - set(known):
-            raise unknown(f"option of method {spec.name!r}", min(wrong), known)
-        if "draft" in _needs(spec.name) and not draft:
-            raise UsageError(f"method {spec.name!r} needs a draft model: add --draft MODEL")
-    return found
 
 
 def sweep(
@@ -68,10 +35,6 @@ def sweep(
     own = Rules(None, verifier)
     every = [Rules(policy, verifier, named=True) for policy in policies] or [own]
     return [Ours(model, spec, draft, rules) for spec in methods for rules in ([own] if spec.name == PLAIN else every)]
-
-
-def _needs(name: str) -> set[str]:
-    return set(registry.required(registry.find(name)))
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from outpace.api import Model
 from outpace.bench import tasks
 from outpace.bench.run import Condition, Group, Settings
 from outpace.errors import UsageError
-from outpace.sample import Sampling
+from outpace.settings import Sampling
+
+if TYPE_CHECKING:
+    from outpace.api import Model
 
 MIXED = "mixed"  # prompts of several tasks in one batch
 OWN_COUNT = 4  # copy prompts of each length, where no limit says less

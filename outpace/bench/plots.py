@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from outpace.bench.contestants import PLAIN
+from outpace.bench.specs import PLAIN
 from outpace.bench.summary import Figures, Summary
 
 if TYPE_CHECKING:

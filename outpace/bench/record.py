@@ -18,7 +18,7 @@ from outpace.api import Model
 from outpace.bench.run import Condition, Group, Run, Settings
 from outpace.errors import OutpaceError
 from outpace.jsonl import read_lines
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from outpace.stats import Stats
 from outpace.version import __version__
 

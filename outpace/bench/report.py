@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 
 from outpace.bench import plots, tables
 from outpace.bench.record import Record
 from outpace.bench.summary import Summary
 from outpace.errors import OutpaceError
-
-
-def check() -> None:
-    """Refuse before anything was measured, not after."""
-    for package in ("matplotlib", "jinja2"):
-        if find_spec(package) is None:
-            raise OutpaceError(f"the page needs {package}: pip install 'outpace[bench]', or give --no-page")
 
 
 def write(record: Record, summary: Summary, path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from outpace.errors import OutpaceError
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from outpace.stats import Stats
 
 T = TypeVar("T")

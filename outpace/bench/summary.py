@@ -9,9 +9,9 @@ from functools import reduce
 
 import numpy as np
 
-from outpace.bench.contestants import PLAIN, TRANSFORMERS
 from outpace.bench.record import Record
 from outpace.bench.run import Condition, Run
+from outpace.bench.specs import PLAIN, TRANSFORMERS
 from outpace.errors import UsageError
 from outpace.sequence import first_difference
 from outpace.stats import Stats

@@ -6,17 +6,15 @@ import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from outpace.bench.contestants import PLAIN, TRANSFORMERS
 from outpace.bench.record import Record
+from outpace.bench.specs import PLAIN, TRANSFORMERS
 from outpace.bench.summary import Figures, Interval, Summary
-from outpace.errors import OutpaceError, UsageError
 
 NAME = 19  # columns of a terminal for a name
 STYLES = {"good": "green", "bad": "red", "": ""}
@@ -154,22 +152,3 @@ def markdown(record: Record, summary: Summary) -> str:
         to_markdown(by_part(summary)),
     ]
     return "\n\n".join(parts + [f"- {note}" for note in notes(record, summary)])
-
-
-def around(path: Path, name: str) -> tuple[str, str]:
-    """What a Markdown file has before and after the text between the markers of this name, markers included."""
-    start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
-    try:
-        before, found, rest = path.read_text(encoding="utf-8").partition(start)
-    except OSError as error:
-        raise OutpaceError(f"cannot update: {error}") from error
-    _, ended, after = rest.partition(end)
-    if not found or not ended:
-        raise UsageError(f"{path} has no {start} followed by {end}")
-    return before + start, end + after
-
-
-def update(path: Path, name: str, text: str) -> None:
-    """Replace what is between the markers; all around them stays."""
-    before, after = around(path, name)
-    path.write_text(f"{before}\n\n{text}\n\n{after}", encoding="utf-8")

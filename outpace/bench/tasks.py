@@ -9,11 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outpace import text
-from outpace.api import Model
 from outpace.errors import OutpaceError, UsageError, unknown
+
+if TYPE_CHECKING:
+    from outpace.api import Model
 
 COPY = "copy"  # made here, to a wanted length
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math", "rag", "code", "chat", COPY)

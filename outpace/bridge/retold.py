@@ -10,8 +10,9 @@ from outpace.bridge.follow import Follower
 from outpace.bridge.pair import Pair
 from outpace.drafter import Drafter
 from outpace.policy import Policy
-from outpace.sample import Sampler, Sampling
+from outpace.sample import Sampler
 from outpace.sequence import Limits, Sequence
+from outpace.settings import Sampling
 from outpace.tree import ROOT, Budget, Signal, Tree
 from outpace.verify import Match
 

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from outpace import catalogue
+from outpace.bench import tasks
 from outpace.cli.common import DEFAULT_MODEL, Loading, app, load_model, reports_errors, stderr
 from outpace.cli.flags import (
     AsJson,
@@ -26,6 +28,7 @@ from outpace.cli.flags import (
     TopP,
 )
 from outpace.errors import UsageError
+from outpace.settings import Sampling
 
 if TYPE_CHECKING:
     from outpace.advise.advice import Advice
@@ -61,20 +64,22 @@ def advise(
     quantize: Quantize = None,
 ) -> None:
     """Rank methods, drafts and depths by predicted speed-up on your prompts, then measure the best."""
+    every = catalogue.entries("method")
+    able = [name for name, entry in every.items() if entry.lossless and (draft or "draft" not in entry.options)]
+    chosen = method or [name for name in able if name not in ("plain", "auto")]
+    for spec in chosen:
+        catalogue.check("method", spec, provided=["draft"])
+    sampling = Sampling(temperature, top_k, top_p, seed=seed)
+    loading = Loading(dtype, device, eager=eager, quantize=quantize)
+    for name in (model, *draft):
+        loading.check(name)
+    found = tasks.load(prompts, limit=limit)
     from outpace.advise import advice
     from outpace.advise.rank import candidates
-    from outpace.bench import tasks
-    from outpace.registry import find, methods, options
-    from outpace.sample import Sampling
 
-    able = [name for name in methods() if find(name).lossless and (draft or "draft" not in options(find(name)))]
-    chosen = method or [name for name in able if name not in ("plain", "auto")]
-    sampling = Sampling(temperature, top_k, top_p, seed=seed)
     asked = candidates(chosen, draft)
     if not asked:
         raise UsageError("there is nothing to rank: a method that takes a draft needs --draft MODEL")
-    found = tasks.load(prompts, limit=limit)
-    loading = Loading(dtype, device, eager=eager, quantize=quantize)
     lm = load_model(model, loading)
     drafts = {name: load_model(name, loading) for name in draft}
     encoded = [tasks.encode(prompt, lm) for prompt in found]

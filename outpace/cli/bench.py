@@ -10,19 +10,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from outpace.api import Model
-from outpace.bench import plan as planning, record as recording, report, tables
-from outpace.bench.contestants import Spec, specs, sweep, theirs
+from outpace.bench import markers, plan as planning
 from outpace.bench.plan import Plan
-from outpace.bench.record import Record, Writer
-from outpace.bench.run import Contestant, Group, Run, measure, warm_up
-from outpace.bench.summary import Summary, summarize
+from outpace.bench.specs import Spec, specs
+from outpace.cli import checks
 from outpace.cli.common import (
     DEFAULT_MODEL,
     INTERRUPTED,
@@ -50,6 +47,12 @@ from outpace.cli.flags import (
     VerifierName,
 )
 from outpace.errors import UsageError
+
+if TYPE_CHECKING:
+    from outpace.api import Model
+    from outpace.bench.record import Record, Writer
+    from outpace.bench.run import Contestant, Group, Run
+    from outpace.bench.summary import Summary
 
 Methods = Annotated[
     list[str], typer.Option("--method", "-m", help="name or name:option=value,...; several. Default: all that can run.")
@@ -137,9 +140,12 @@ def bench(
     if as_json and markdown:
         raise UsageError("--json and --markdown both write to standard output: choose one")
     if page:
-        report.check()
+        checks.installed("matplotlib", "jinja2")
     place = _place(update)
     if source is not None:
+        checks.readable(source)
+        from outpace.bench import record as recording
+
         found, folder = recording.read(source), output or source.parent
     else:
         folder = output or Path(f"outpace-bench-{datetime.now():%Y%m%d-%H%M%S}")
@@ -148,10 +154,10 @@ def bench(
             max_tokens,
         )  # fmt: skip
         loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
-        policies, rule = (
-            [Spec.parse(text) for text in dict.fromkeys(policy)],
-            Spec.parse(verifier) if verifier else None,
-        )
+        loading.check(model, draft)
+        checks.writable(trace, "the trace")
+        policies = [Spec.checked("policy", text) for text in dict.fromkeys(policy)]
+        rule = Spec.checked("verifier", verifier) if verifier else None
         found = _measured(
             Setup(
                 model, draft, loading, specs(method, draft is not None), policies, rule, transformers, plan, rounds,
@@ -171,13 +177,17 @@ def _place(update: str | None) -> tuple[Path, str] | None:
     path, sharp, name = update.rpartition("#")
     if not sharp:
         raise UsageError(f"--update needs FILE.md#NAME, got {update!r}")
-    tables.around(Path(path), name)
+    markers.around(Path(path), name)
     return Path(path), name
 
 
 def _measured(setup: Setup) -> Record:
     """Load, prepare, warm up, measure. Ctrl-C ends the measuring, not the report."""
     prompts = planning.load(setup.plan)
+    from outpace.bench import record as recording
+    from outpace.bench.contestants import sweep, theirs
+    from outpace.bench.record import Record, Writer
+
     draft, lm = load_draft(setup.draft, setup.loading), load_model(setup.model, setup.loading)
     ours = sweep(lm, setup.methods, draft, setup.policies, setup.verifier)
     others = theirs(lm, draft, max(setup.plan.batches) > 1) if setup.transformers else []
@@ -204,6 +214,8 @@ def _prepared(plan: Plan, lm: Model, prompts: list[Any], bars: Progress) -> list
 
 
 def _run(found: Record, everyone: list[Contestant], rounds: int, out: Writer, bars: Progress) -> None:
+    from outpace.bench.run import measure, warm_up
+
     bar = bars.add_task("warm-up", total=len(everyone))
     found.left_out.update(warm_up(everyone, found.groups[0], lambda: bars.advance(bar)))
     for name, why in found.left_out.items():
@@ -230,18 +242,23 @@ def _progress() -> Iterator[Progress]:
 
 
 def _report(found: Record, folder: Path, place: tuple[Path, str] | None, page: bool) -> Summary:
+    from outpace.bench import report, tables
+    from outpace.bench.summary import summarize
+
     summary, written = summarize(found), [folder / "runs.jsonl"]
     folder.mkdir(parents=True, exist_ok=True)
     if page:
         written.append(folder / "report.html")
         report.write(found, summary, written[-1])
     if place is not None:
-        tables.update(*place, tables.markdown(found, summary))
+        markers.update(*place, tables.markdown(found, summary))
     stderr.print(*written, sep="\n", soft_wrap=True, highlight=False)
     return summary
 
 
 def _show(found: Record, summary: Summary, as_json: bool, markdown: bool) -> None:
+    from outpace.bench import tables
+
     if as_json:
         typer.echo(json.dumps({"header": found.header, "left_out": found.left_out, **asdict(summary)}, indent=2))
     elif markdown:

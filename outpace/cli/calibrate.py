@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outpace import calibrated
+from outpace.cli import checks
 from outpace.cli.common import Loading, app, load_model, reports_errors, stderr
 from outpace.cli.flags import AsJson, Device, Dtype
 from outpace.errors import UsageError
@@ -44,6 +45,12 @@ def calibrate(
     device: Device = None,
 ) -> None:
     """Fit graft's gates and template, and via_sd's layers, to traces; used as graft:calibration=FILE."""
+    loading = Loading(dtype, device, eager=True)
+    if layers_of is not None:
+        loading.check(layers_of)
+    for path in traces:
+        checks.readable(path)
+    checks.writable(output, "the calibration")
     from outpace.calibrate import calibrate as fit
     from outpace.trace import read
 
@@ -59,7 +66,7 @@ def calibrate(
             raise
         stderr.print(f"[yellow]nothing for graft:[/] {error}", highlight=False, soft_wrap=True)
     if layers_of is not None:
-        sections["via_sd"], table = _layers(layers_of, found, (skip, steps), Loading(dtype, device, eager=True))
+        sections["via_sd"], table = _layers(layers_of, found, (skip, steps), loading)
         shown.append(table)
     sources = {"traces": [str(path) for path in traces], "models": sorted({t.header["model"] for t in found})}
     calibrated.write(output, sections | {"made": sources})

@@ -8,13 +8,16 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from outpace import shelf
+from outpace.cli import checks
 from outpace.errors import OutpaceError, UsageError
+from outpace.version import __version__
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +65,21 @@ def pairs(given: list[str]) -> dict[str, Any]:
     return out
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outpace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = (
+        False
+    ),
+) -> None:
+    """The open-weight models you already run, answering faster, with proof that the answer did not change."""
+
+
 class Loading(NamedTuple):
     """How models are loaded."""
 
@@ -72,40 +90,59 @@ class Loading(NamedTuple):
     quantize: str | None = None
     quantize_draft: str | None = None
 
+    def check(self, model: str, draft: str | None = None) -> None:
+        """Refuse what cannot be, before anything is imported or loaded."""
+        checks.model(model)
+        checks.dtype(self.dtype)
+        checks.device(self.device)
+        checks.quantize(self.quantize)
+        if model.endswith(".gguf") and (self.dtype or self.quantize or self.eager):
+            raise UsageError(
+                "a GGUF file is run as it is: dtype, quantize, eager and training are for Transformers models"
+            )
+        if draft is not None:
+            self.draft.check(draft)
+        elif self.quantize_draft is not None:
+            raise UsageError("--quantize-draft is for a draft model: add --draft MODEL")
+
     @property
     def draft(self) -> Loading:
         """The same for a draft: what it guesses need not be exact."""
-        return self._replace(exact=None, quantize=self.quantize_draft or self.quantize)
+        return self._replace(exact=None, quantize=self.quantize_draft or self.quantize, quantize_draft=None)
 
 
 def load_model(name: str, how: Loading) -> Model:
     """Load, compile where that pays, and say what both took."""
-    from transformers.utils import logging
-
-    from outpace import shelf
     from outpace.loading import load
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    if not name.endswith(".gguf"):
+        _quiet_transformers()
     if name in shelf.SHELF:
         shelf.fetch(name)  # shows its own progress, once
     with stderr.status(f"loading {name}"):
         model = load(
             name, dtype=how.dtype, device=how.device, exact=how.exact, eager=how.eager or None, quantize=how.quantize
         )
-    gc.collect()
+    spent = getattr(model.lm, "compile_seconds", 0.0)
+    if spent:  # a compiler leaves much behind
+        gc.collect()
+    gc.enable()
     gc.freeze()  # to look through all that was imported takes 0.3 s, in the middle of an answer
     atexit.register(gc.unfreeze)  # or libraries would report all of it as lost
-    spent = getattr(model.lm, "compile_seconds", 0.0)
     if spent >= WORTH_SAYING:
         stderr.print(f"[dim]compiled {name} in {spent:.0f} s; kept for the next run, `--eager` does without[/]")
     return model
 
 
+def _quiet_transformers() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def load_draft(name: str | None, how: Loading) -> Model | None:
     """The draft of a target that is loaded like this, if there is one."""
-    if name is None and how.quantize_draft is not None:
-        raise UsageError("--quantize-draft is for a draft model: add --draft MODEL")
     return None if name is None else load_model(name, how.draft)
 
 

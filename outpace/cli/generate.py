@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from outpace import display
+from outpace.cli import checks
 from outpace.cli.common import (
     DEFAULT_MODEL,
     INTERRUPTED,
@@ -79,13 +80,16 @@ def generate(
     if not text.strip():
         raise UsageError("the prompt is empty")
     loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
-    drafting, lm = load_draft(draft, loading), load_model(model, loading)
-    chat = not raw and getattr(lm.tokenizer, "chat_template", None)
     given = {
         "method": method, "policy": policy, "verifier": verifier, "max_tokens": max_tokens,
-        "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
-        **({"draft": drafting} if drafting else {}), **pairs(settings), **pairs(option),
+        "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings), **pairs(option),
     }  # fmt: skip
+    loading.check(model, draft)
+    checks.request(given, draft is not None)
+    checks.writable(trace, "the trace")
+    drafting, lm = load_draft(draft, loading), load_model(model, loading)
+    chat = not raw and getattr(lm.tokenizer, "chat_template", None)
+    given |= {"draft": drafting} if drafting else {}
     state_memory(lm, max_tokens)
     with tracing(trace, lm, trace_probs) as writer:
         pieces = lm.stream([{"role": "user", "content": text}] if chat else text, trace=writer, **given)
@@ -121,11 +125,15 @@ def chat(
 ) -> None:
     """Talk to a model; text that came from accepted guesses is green. Ctrl-C stops an answer, Ctrl-D ends."""
     loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
-    drafting, lm = load_draft(draft, loading), load_model(model, loading)
     given = {
         "method": method, "policy": policy, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
-        "seed": seed, **({"draft": drafting} if drafting else {}), **pairs(option),
+        "seed": seed, **pairs(option),
     }  # fmt: skip
+    loading.check(model, draft)
+    checks.request(given, draft is not None)
+    checks.writable(trace, "the trace")
+    drafting, lm = load_draft(draft, loading), load_model(model, loading)
+    given |= {"draft": drafting} if drafting else {}
     messages = [{"role": "system", "content": system}] if system else []
     state_memory(lm, max_tokens)
     console = Console()

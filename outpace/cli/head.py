@@ -10,10 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outpace.cli import checks
 from outpace.cli.common import Loading, app, load_model, reports_errors, stderr
 from outpace.cli.flags import AsJson, Device, Dtype, ModelName
 from outpace.errors import unknown
 
+LAYOUTS = ("speculators", "eagle")
 heads = typer.Typer(no_args_is_help=True, help="Look at trained heads, and export them.")
 app.add_typer(heads, name="head")
 
@@ -24,6 +26,7 @@ Folder = Annotated[Path, typer.Argument(help="Folder of the head, ours or publis
 @reports_errors
 def show(folder: Folder, as_json: AsJson = False) -> None:
     """Say what the head in a folder is, and for which model it was made."""
+    checks.folder(folder)
     from outpace.heads.describe import describe
 
     found = describe(folder)
@@ -48,12 +51,15 @@ def export(
     device: Device = None,
 ) -> None:
     """Write a head so that vLLM and SGLang can serve it with its model."""
-    from outpace.heads import store
-    from outpace.heads.export import LAYOUTS, export as write
-
     if to not in LAYOUTS:
         raise unknown("layout", to, LAYOUTS)
-    lm = load_model(model, Loading(dtype, device, eager=True)).lm
+    checks.folder(folder)
+    loading = Loading(dtype, device, eager=True)
+    loading.check(model)
+    from outpace.heads import store
+    from outpace.heads.export import export as write
+
+    lm = load_model(model, loading).lm
     write(store.load(folder, lm), output, lm, name or model, to)
     stderr.print(str(output), soft_wrap=True, highlight=False)
 
@@ -65,6 +71,7 @@ def compress(
     output: Annotated[Path, typer.Option(help="The folder to write.")],
 ) -> None:
     """Write a head with its matrices in int8: half as large, with nearly the same guesses."""
+    checks.folder(folder)
     from outpace.heads import store
 
     store.compress(folder, output)

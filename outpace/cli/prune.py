@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outpace.cli import checks
 from outpace.cli.common import Loading, app, load_model, reports_errors, stderr
 from outpace.cli.flags import AsJson, Device, Dtype
 from outpace.errors import UnsupportedModel, UsageError, unknown
@@ -51,16 +52,19 @@ def prune(
 
     What is written is a draft for the same model, or for a larger one with the same vocabulary: --draft FOLDER.
     """
-    from outpace.layers import parse, spell, without
-    from outpace.models import prune as checkpoints
-
+    loading = Loading(dtype, device, eager=True)
+    loading.check(model)
     if by not in RULES:
         raise unknown("rule to prune by", by, RULES)
     if (remove > 0) == (layers is not None):
         raise UsageError("say how many layers to leave out with --remove, or which ones stay with --layers")
+    checks.readable(prompts)
+    from outpace.layers import parse, spell, without
+    from outpace.models import prune as checkpoints
+
     if output is not None:
         checkpoints.check_output(output)
-    lm = load_model(model, Loading(dtype, device, eager=True))
+    lm = load_model(model, loading)
     stack = lm.lm.stack
     if stack < 2:
         raise UnsupportedModel(f"{model} has no stack of layers to leave some out of")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import webbrowser
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from outpace.cli import checks
 from outpace.cli.common import app, reports_errors
 from outpace.errors import UsageError
-from outpace.show import page, terminal
-from outpace.trace import Trace, read
+
+if TYPE_CHECKING:
+    from outpace.trace import Trace
 
 
 @app.command()
@@ -28,6 +30,11 @@ def show(
     """Show who proposed what in a trace, and why it was accepted or not, as one HTML file or in the terminal."""
     if request is not None and not in_terminal:
         raise UsageError("--request goes with --terminal; the page lets you choose a request")
+    checks.readable(trace)
+    checks.writable(output, "the page")
+    from outpace.show import page, terminal
+    from outpace.trace import read
+
     found = read(trace)
     if in_terminal:
         _check(found, request)

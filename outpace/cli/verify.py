@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from outpace.bench import tasks
+from outpace.cli import checks
 from outpace.cli.common import (
     DEFAULT_MODEL,
     INTERRUPTED,
@@ -41,7 +43,8 @@ from outpace.cli.flags import (
     TopP,
     VerifierName,
 )
-from outpace.errors import OutpaceError, UsageError, unknown
+from outpace.errors import OutpaceError, UsageError
+from outpace.settings import Sampling
 
 if TYPE_CHECKING:
     from outpace.api import Model
@@ -103,23 +106,26 @@ def verify(
     """Prove that speculation does not change the answers. Exit code 0: proven; 1: something differs."""
     if find_spec("scipy") is None:
         raise OutpaceError("the test of the sampled law needs scipy: pip install 'outpace[verify]'")
-    from outpace.bench import tasks
-    from outpace.proof import present
-    from outpace.proof.records import Report
-    from outpace.proof.suite import subjects_of
-    from outpace.sample import Sampling
-
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings)}
-    for name in given.keys() - vars(Sampling()).keys():
-        raise unknown("sampling setting", name, vars(Sampling()))
+    checks.sampling_setting(given, vars(Sampling()))
     sampling = Sampling(**given)
+    loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
+    checks.writable(junit, "the JUnit file")
+    if server is not None and (draft or quantize_draft):
+        raise UsageError("--draft and --quantize-draft are for a model that runs here: a server has its own draft")
+    if server is None or model is not None:
+        loading.check(model or DEFAULT_MODEL, draft)
+    for spec in method or ["plain"]:
+        checks.method(spec, draft is not None)
+        checks.request({"policy": policy, "verifier": verifier}, False)
     plan = {"max_tokens": max_tokens, "sampling": sampling, "samples": samples, "contexts": contexts, "alpha": alpha}
     shared = {"policy": policy, "verifier": verifier}
     found = tasks.load(prompts, limit=limit)
-    loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
+    from outpace.proof import present
+    from outpace.proof.records import Report
+    from outpace.proof.suite import subjects_of
+
     if server is not None:
-        if draft or quantize_draft:
-            raise UsageError("--draft and --quantize-draft are for a model that runs here: a server has its own draft")
         urls = Urls(server, reference_server, _fields(on), _fields(off), served_model)
         asked = _of_server(urls, load_model(model, loading) if model else None, found, plan)
     else:
@@ -127,10 +133,10 @@ def verify(
         subjects = subjects_of(method, lm, drafting, shared)
         asked = _of_model(lm, subjects, found, plan | {"batches": tuple(batch)}, transformers)
     stated = {k: v for k, v in plan.items() if k != "sampling"} | shared | vars(sampling) | loading._asdict()
-    checks: list[Check] = []
+    answers: list[Check] = []
     with suppress(KeyboardInterrupt):  # what was found by then is reported
-        checks.extend(_answers(asked))
-    report = Report(server or model or DEFAULT_MODEL, stated, checks, len(checks) == len(asked))
+        answers.extend(_answers(asked))
+    report = Report(server or model or DEFAULT_MODEL, stated, answers, len(answers) == len(asked))
     if junit is not None:
         present.write_junit(report, junit)
     if as_json:
@@ -138,7 +144,7 @@ def verify(
     else:
         Console().print(present.table(report))
     if not report.complete:
-        stderr.print(f"interrupted after {len(checks)} of {len(asked)} checks")
+        stderr.print(f"interrupted after {len(answers)} of {len(asked)} checks")
         raise typer.Exit(INTERRUPTED)
     if report.failed or (strict and any(check.verdict == "tie" for check in report.checks)):
         raise typer.Exit(1)
@@ -168,7 +174,6 @@ def _of_server(urls: Urls, local: Model | None, prompts: list[Prompt], plan: dic
 def _of_model(
     lm: Model, subjects: list[Subject], prompts: list[Prompt], plan: dict[str, Any], hf: bool
 ) -> list[Question]:
-    from outpace.bench import tasks
     from outpace.proof.plan import Plan
     from outpace.proof.suite import questions
 

@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,20 +34,23 @@ CONTEXT = 16  # tokens in front of those that are timed
 
 def faster(path: Path, offload: bool | None) -> File:
     """The file, with its weights in the order in which single tokens take less time."""
-    key = _key(path) if path.is_file() else {}
+    key = _key(path, offload) if path.is_file() else {}
     known = _remembered(key)
     if known is not None:
-        return File(path, offload, together=known or None)
+        return File(path, offload, together=known.together or None, paired=known.paired)
     kept = File(path, offload)
-    if kept.paired or 2 * kept.model.size > free(torch.device("cpu")):
+    if 2 * kept.model.size > free(torch.device("cpu")):
+        return kept
+    if kept.paired:
+        _remember(key, Known(0, paired=True))
         return kept
     other = File(path, offload, together=FEW)
     if other.paired or not _worth(kept, other):
-        _remember(key, 0)
+        _remember(key, Known(0, paired=False))
         return kept
     if _alike(other):
         other.together = BATCH
-    _remember(key, other.together)
+    _remember(key, Known(other.together, paired=False))
     return other
 
 
@@ -77,10 +81,11 @@ def _worth(kept: File, other: File) -> bool:
     return after < (1 - GAIN) * before
 
 
-def _key(path: Path) -> dict[str, str]:
+def _key(path: Path, offload: bool | None) -> dict[str, str]:
     """What the answer depends on."""
     return {
         "file": identity(path),
+        "offload": str(offload),
         "processor": f"{_processor()}, {torch.get_num_threads()} threads",
         "library": version("cyllama"),
     }
@@ -97,19 +102,25 @@ def _place(key: dict[str, str]) -> Path:
     return cache_dir() / "costs" / f"order-{digest[:16]}.json"
 
 
-def _remembered(key: dict[str, str]) -> int | None:
-    """Tokens of a call on reordered weights; 0: they are not faster; None: that is not known."""
+class Known(NamedTuple):
+    """What was tried when a file was first loaded."""
+
+    together: int  # tokens of a call on reordered weights; 0: they are not faster
+    paired: bool  # whether no token may come alone
+
+
+def _remembered(key: dict[str, str]) -> Known | None:
     try:
         found = json.loads(_place(key).read_text(encoding="utf-8"))
-        return int(found["together"]) if found["key"] == key else None
+        return Known(int(found["together"]), bool(found["paired"])) if found["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _remember(key: dict[str, str], together: int) -> None:
+def _remember(key: dict[str, str], known: Known) -> None:
     path = _place(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps({"key": key, "together": together}))
+        write_whole(path, json.dumps({"key": key, **known._asdict()}))
     except OSError as error:
         logger.warning("which order of weights is faster could not be kept: %s", error)

@@ -58,9 +58,17 @@ class Said(NamedTuple):
 class File:
     """The model in a GGUF file."""
 
-    def __init__(self, path: Path, offload: bool | None = None, exact: bool = True, together: int | None = None):
+    def __init__(
+        self,
+        path: Path,
+        offload: bool | None = None,
+        exact: bool = True,
+        together: int | None = None,
+        paired: bool | None = None,
+    ):
         """`offload`: to a GPU, where this build of llama.cpp has one; None: if it has. `together`: weights in the
-        order that llama.cpp likes on this processor, as without `exact`, but in calls of at most so many tokens."""
+        order that llama.cpp likes on this processor, as without `exact`, but in calls of at most so many tokens.
+        `paired`: whether no token may come alone, where that is known; None: it is tried."""
         library = _library()
         if not path.is_file():
             raise OutpaceError(f"there is no file {str(path)!r}")
@@ -89,8 +97,9 @@ class File:
                 f"{path.name} keeps a recurrent state, which llama.cpp cannot take back: run it as a Transformers model"
             )
         self.together = together or BATCH  # most tokens of a call
-        self.paired = False  # whether no token may come alone
-        self.paired = exact and self._alone_is_different()
+        self.paired = bool(paired)
+        if exact and paired is None:
+            self.paired = self._alone_is_different()
 
     def _alone_is_different(self) -> bool:
         """Whether tokens say something else one by one than all at once."""

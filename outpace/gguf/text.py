@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from outpace.gguf.kept_tokenizer import KeptTokenizer
 from outpace.gguf.runtime import File, identity
 from outpace.shelf import cache_dir
 
@@ -52,11 +53,15 @@ def _place(file: File) -> Path:
 
 
 def _kept(file: File) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
     folder = _place(file)
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder) if folder.is_dir() else None
+        if not folder.is_dir():
+            return None
+        if KeptTokenizer.fits(folder):
+            return KeptTokenizer(folder)
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # whatever is wrong with it, the file has another
         logger.info("the tokenizer that was kept of %s cannot be read (%s)", file.path.name, error)
         return None

@@ -9,8 +9,11 @@ from __future__ import annotations
 import inspect
 import operator
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Sequence as Seq
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx.experimental import _config as shapes
 from transformers import PreTrainedModel
 
-from outpace.models import halves, int8
+from outpace.models import halves, int8, kept_code
 from outpace.models.kernels.runtime import overlaps
 from outpace.models.lane import Lane
 from outpace.models.taps import M, decoder_layers, twin
@@ -45,11 +48,22 @@ class Kind:
     code. On a CPU they cost more than all else that happens between two kernels.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: Path | None = None) -> None:
+        """`place`: where the code is kept for the next process, on a CPU."""
         self.graphs = 0
         self.code: Callable[..., Any] | None = None
         self.names: list[str] = []  # of the code's arguments, as the compiler found them from a call of the layer
         self.direct = False
+        self.place = place
+        self.kept = False  # the code was not compiled here
+        if place is not None and (known := kept_code.load(place)) is not None:
+            self.code, self.names, self.direct, self.kept = known.call, known.names, True, True
+
+    def forget(self) -> None:
+        """Compile it after all: the code that was kept is wrong."""
+        if self.kept and self.place is not None:
+            shutil.rmtree(self.place, ignore_errors=True)
+        self.graphs, self.code, self.names, self.direct, self.kept = 0, None, [], False, False
 
     def backend(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Torch's own compiler, after products went to our kernels."""
@@ -63,7 +77,8 @@ class Kind:
         settings: dict[str, Any] = {"size_asserts": False}
         devices = {given.device for given in inputs if isinstance(given, Tensor) and given.is_cuda}
         settings |= _together(devices) if devices else {}
-        self.code = compile_fx(module, inputs, config_patches=settings)  # type: ignore[assignment]
+        with nullcontext() if self.place is None else kept_code.keeping(self.place, self.names):
+            self.code = compile_fx(module, inputs, config_patches=settings)  # type: ignore[assignment]
         self.graphs += 1  # not before: the compiler may give up here to trace the layer anew
         return self.code  # type: ignore[return-value]
 
@@ -98,17 +113,20 @@ class LayerCall(Around):
         self._given: list[Any] = []  # arguments of the code, those of this layer filled in
         self._places: list[int] = []  # of the others
         self._rest: Callable[[dict[str, Any]], list[Any]] | None = None
+        self._bound: Callable[..., Any] | None = None  # the code that these are for
 
     def forward(self, hidden: Tensor, *args: Any, reach: tuple[Lane, ...], **kwargs: Any) -> Any:
         kwargs["reach"] = reach[self.index]
         if not self.kind.direct or args:
             # Sizes that are equal in this call may not be so in the next. And every model compiles its own code for the
             # same layer: beyond the compiler's limit for one function a layer would silently run as it is.
-            with shapes.patch(use_duck_shape=False), dynamo.patch(LIMITS):  # type: ignore[attr-defined]
+            # Numbers of a layer are a part of its code: they make its kind, and code with them in it can be kept.
+            limits = LIMITS | {"specialize_float": self.kind.place is not None}
+            with shapes.patch(use_duck_shape=False), dynamo.patch(limits):  # type: ignore[attr-defined]
                 result = self.inner(hidden, *args, **kwargs)
             self.kind.seen(result)
             return result
-        rest = self._rest or self._bind()
+        rest = self._rest if self._rest is not None and self._bound is self.kind.code else self._bind()
         given, named = self._given.copy(), {**kwargs, self.rest_name: kwargs, self.input_name: hidden}
         for place, value in zip(self._places, rest(named), strict=True):
             given[place] = value
@@ -124,6 +142,7 @@ class LayerCall(Around):
             value = eval(name, {}, {"L": {"self": self.inner}})  # a path through the module, written by the compiler
             self._given[i] = torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value
         self._places = [i for i in range(len(names)) if i not in own]
+        self._bound = self.kind.code
         self._rest = rest = eval(f"lambda L: [{', '.join(names[i] for i in self._places)}]", {})
         return rest
 
@@ -187,7 +206,7 @@ def _small(module: nn.Module) -> bool:
     return all(tensor.dim() < 2 for tensor in module.parameters())
 
 
-def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> None:
+def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> list[Kind]:
     """Make the layers of this model, which must be ours, run compiled, and its head through our kernels."""
     # Compiled code outlives the process; the user's own choice of a place for it comes first.
     if os.environ.get(PLACE) in (None, default_cache_dir()):
@@ -198,7 +217,10 @@ def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> None:
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = 0  # type: ignore[assignment]
-        kind = kinds.setdefault(signature(layer, window), Kind())
+        about = signature(layer, window)
+        if about not in kinds:
+            kinds[about] = Kind(kept_code.place(layer, about) if model.device.type == "cpu" else None)
+        kind = kinds[about]
         layer.compile(backend=kind.backend, dynamic=True)
         calls.append(LayerCall(layer, i, kind))
     setattr(decoder, name, nn.ModuleList(calls))
@@ -208,6 +230,7 @@ def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> None:
     head = model.get_output_embeddings()
     if type(head) is nn.Linear or isinstance(head, halves.HalfLinear | int8.Int8Linear):
         model.set_output_embeddings(Head(head))
+    return list(kinds.values())
 
 
 def fuse(graph: fx.Graph) -> None:
@@ -260,6 +283,8 @@ def _replace(graph: fx.Graph, x: fx.Node, nodes: list[fx.Node]) -> None:
             ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
             columns: list[Any] = [(Ellipsis, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
             parts = [graph.call_function(operator.getitem, (out, at)) for at in columns] if len(nodes) > 1 else [out]
+            for node, part in zip(nodes, parts, strict=True):  # or the code could not be kept
+                part.meta["example_value"] = _value(node)
     for node, part in zip(nodes, parts, strict=True):
         node.replace_all_uses_with(part)
         graph.erase_node(node)

@@ -58,7 +58,7 @@ class FastLM(PackedLM):
         if self.device.type == "cpu":
             self.halves.shorten(self.quick)
         self.compile_seconds = 0.0
-        compile_layers(self.quick, self.windows)
+        self.layer_kinds = compile_layers(self.quick, self.windows)
 
     @classmethod
     def of(cls, packed: PackedLM, halves: Halves | None = None) -> PackedLM:
@@ -67,13 +67,13 @@ class FastLM(PackedLM):
         if problem is None:
             fast = cls(packed, halves)
             start = time.perf_counter()
-            try:
-                problem = fast.check()
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever the compiler stumbles over, the eager passes are there
-                problem = reason(error)
-            fast.compile_seconds = time.perf_counter() - start
+            problem = fast.tried()
+            if problem is not None and any(kind.kept for kind in fast.layer_kinds):
+                for kind in fast.layer_kinds:
+                    kind.forget()
+                problem = fast.tried()
+            if not all(kind.kept for kind in fast.layer_kinds):
+                fast.compile_seconds = time.perf_counter() - start
             if problem is None:
                 return fast
         logger.info("%s runs eagerly: %s", type(packed.model).__name__, problem)
@@ -87,6 +87,15 @@ class FastLM(PackedLM):
         if not cpu.available():
             return "no C++ compiler with OpenMP was found"
         return None
+
+    def tried(self) -> str | None:
+        """Why compiled passes cannot be used; whatever the compiler stumbles over, the eager passes are there."""
+        try:
+            return self.check()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return reason(error)
 
     @torch.no_grad()
     def check(self) -> str | None:

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 
 
 def expected_law(logits: Tensor, text: list[int], start: int, sampling: Sampling) -> Tensor:

@@ -20,7 +20,7 @@ from outpace.proof.expected import expected_law
 from outpace.proof.judge import SAFETY, rounding_of
 from outpace.proof.plan import Plan, Subject
 from outpace.proof.records import Check
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 
 DEPTH = 3  # tokens of each short answer: the later ones are reached by accepted guesses
 LEAST = 50  # draws after one beginning that are worth a test

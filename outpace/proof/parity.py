@@ -11,7 +11,7 @@ import torch
 from outpace.proof.callers import WAYS
 from outpace.proof.plan import Plan, Subject
 from outpace.proof.records import Check, Divergence, verdict_of
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from outpace.stream import Completion
 
 PLAIN = Subject("plain", {"method": "plain"})

@@ -10,7 +10,7 @@ from outpace.api import Model
 from outpace.errors import UsageError
 from outpace.proof.judge import Answer, Judge
 from outpace.request import Request
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from outpace.stream import Completion
 
 Way = Callable[[Model, Seq[Request]], list[Completion]]

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from outpace.errors import OutpaceError
 from outpace.files import write_whole
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from outpace.stats import Stats
 from outpace.trace import Pass, RequestTrace, Trace, reason
 from outpace.tree import ROOT

@@ -10,7 +10,7 @@ from outpace.errors import UsageError
 from outpace.proof.remote.compare import Pair, between, drift_of
 from outpace.proof.remote.reply import Reply
 from outpace.proof.remote.server import Server
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 
 
 @dataclass(frozen=True)

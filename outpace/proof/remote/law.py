@@ -37,7 +37,7 @@ from outpace.proof.remote.compare import END, MOST
 from outpace.proof.remote.local import Local
 from outpace.proof.remote.reply import Reply
 from outpace.proof.remote.server import Server, sampling_fields
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 
 COIN = math.log(0.5)
 

@@ -13,7 +13,8 @@ from outpace.proof.records import Check, Divergence, verdict_of
 from outpace.proof.remote.answers import Answers
 from outpace.proof.remote.compare import NEAR, rounding_of
 from outpace.proof.remote.reply import Reply
-from outpace.sample import Sampler, Sampling
+from outpace.sample import Sampler
+from outpace.settings import Sampling
 from outpace.text import Tokenizer, encode
 
 How = Literal["ids", "token texts", "text"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from outpace.errors import OutpaceError, UsageError
 from outpace.proof.remote.reply import Reply, parse
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 TOP = 5  # logprobs per token: the most that OpenAI's completions give

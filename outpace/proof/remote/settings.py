@@ -14,7 +14,8 @@ from outpace.proof.remote.compare import between, lag, rounding_of
 from outpace.proof.remote.local import Local
 from outpace.proof.remote.reply import Reply
 from outpace.proof.remote.server import HTTPFailure
-from outpace.sample import Sampler, Sampling
+from outpace.sample import Sampler
+from outpace.settings import Sampling
 
 HOT = {"temperature": 1.5}
 NARROW: dict[str, Any] = {"top_p": 1e-6, "top_k": 1, "min_p": 1.0}  # each leaves only the likeliest token

@@ -1,0 +1,49 @@
+"""Specs: which methods, policies and verifiers are measured, as they were named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from outpace import catalogue, registry
+from outpace.errors import UsageError
+
+PLAIN = "plain"
+TRANSFORMERS = "Transformers"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A method, policy or verifier with options: "name" or "name:option=value,option=value"."""
+
+    text: str
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, given: str) -> Spec:
+        return cls(given, *registry.parse(given))
+
+    @classmethod
+    def checked(cls, kind: str, given: str) -> Spec:
+        """A policy or a verifier, refused here if there is none of this name with these options."""
+        catalogue.check(kind, given)
+        return cls.parse(given)
+
+
+def specs(given: Seq[str], draft: bool) -> list[Spec]:
+    """The methods to run, plain first; without names, all lossless ones that can run with what there is. Trained heads
+    have to be named: most models have none."""
+    able = {"draft"} if draft else set[str]()
+    names = list(given) or [
+        name
+        for name, entry in catalogue.entries("method").items()
+        if set(entry.required) <= able and entry.lossless and "head" not in entry.options
+    ]
+    found = [Spec.parse(text) for text in dict.fromkeys([PLAIN, *names])]
+    for spec in found:
+        if "draft" in catalogue.entry("method", spec.name).required and not draft:
+            raise UsageError(f"method {spec.name!r} needs a draft model: add --draft MODEL")
+        catalogue.check("method", spec.text, provided=["draft"])
+    return found
