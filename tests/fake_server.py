@@ -14,7 +14,8 @@ from torch import Tensor
 
 from outpace.api import Model
 from outpace.processors import CountPenalty, LogitBias
-from outpace.sample import Processor, Sampler, Sampling
+from outpace.sample import Processor, Sampler
+from outpace.settings import Sampling
 from outpace.testing import ByteTokenizer, ToyLM
 
 VOCAB = 128  # ASCII, so that every token has a text of its own

@@ -26,7 +26,7 @@ from outpace.api import Model
 from outpace.bench.summary import Interval
 from outpace.errors import UsageError
 from outpace.registry import method
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from outpace.stats import Stats
 from outpace.testing import ToyLM
 

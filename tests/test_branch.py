@@ -20,7 +20,7 @@ from outpace.models.fast import FastLM
 from outpace.models.kernels import cpu
 from outpace.sample import Pick
 from outpace.tree import Tree
-from tests.test_fast import DEVICES, PROMPTS, fast
+from tests.test_fast import DEVICES, PROMPTS, fast, shared
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
 GREEDY = Pick(0, 0.0)
@@ -52,10 +52,11 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tree]]:
 def test_trees_are_those_that_are_grown_level_by_level(
     method: str, device: str, grown: list[Tree], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = fast("llama", device)
+    target = shared("llama", device)
+    target.clear_cache()
     given: dict[str, Any] = {"max_tokens": 20, "method": method}
     if method.startswith("draft"):
-        given["draft"] = fast("qwen2", device)
+        given["draft"] = shared("qwen2", device)
     if method == "eagle3":  # it can say some tokens only
         head = store.fresh("eagle3", target.lm, torch.arange(0, 90, 2))
         given["method"] = registry.method("eagle3", head=head, width=4, depth=6, nodes=30)
@@ -87,7 +88,8 @@ def test_trees_are_those_that_are_grown_level_by_level(
 @pytest.mark.parametrize("kind", ["medusa", "block"])
 def test_trees_of_linked_slots(kind: str, device: str, grown: list[Tree], monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches of several sizes, which on a GPU are captured."""
-    target = fast("llama", device)
+    target = shared("llama", device)
+    target.clear_cache()
     head, generator = store.fresh(kind, target.lm, torch.arange(0, 90, 2), linked=24), torch.Generator().manual_seed(7)
     with torch.no_grad():  # links begin with zeros
         for weight in (p for p in head.parameters() if p.requires_grad):
@@ -107,7 +109,7 @@ def test_trees_of_linked_slots(kind: str, device: str, grown: list[Tree], monkey
 
 def test_what_a_tree_was_fed_is_kept_where_it_turns_out_right() -> None:
     """A draft that is the target itself: the next pass feeds it only what its tree did not hold."""
-    target = fast("llama")
+    target = shared("llama")
     lm = fast("llama").lm
     assert isinstance(lm, FastLM)
     fed, quickly = list[int](), lm.quickly

@@ -34,9 +34,13 @@ def bits(model: Model, prompts: Any, **settings: Any) -> list[list[float]]:
     return [[entry.logprob for entry in completion.logprobs] for completion in done]
 
 
+@pytest.fixture(scope="module")
+def plain(llama: Model) -> list[list[float]]:
+    return [bits(llama, prompt, method="plain")[0] for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_has_the_bits_of_plain_decoding(name: str, llama: Model) -> None:
-    plain = [bits(llama, prompt, method="plain")[0] for prompt in PROMPTS]
+def test_every_method_has_the_bits_of_plain_decoding(name: str, llama: Model, plain: list[list[float]]) -> None:
     method = settings_of(name, llama.lm.slice([0, 1]))  # type: ignore[attr-defined]
     assert bits(llama, PROMPTS, **method) == plain  # in a ragged batch
     assert [bits(llama, prompt, **method)[0] for prompt in PROMPTS] == plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,6 +41,12 @@ def fast(kind: str, device: str = "cpu") -> outpace.Model:
     return wrapped
 
 
+@cache
+def shared(kind: str, device: str = "cpu") -> outpace.Model:
+    """One for all tests that leave it as it is: to compile it takes a while."""
+    return fast(kind, device)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral"])
 def test_every_method_gives_the_tokens_of_eager_plain_decoding(kind: str, device: str) -> None:
@@ -60,7 +67,7 @@ def test_every_method_gives_the_tokens_of_eager_plain_decoding(kind: str, device
 
 
 def test_a_cpu_pass_gives_the_same_bits_alone_and_in_a_tree() -> None:
-    lm = fast("llama").lm
+    lm = shared("llama").lm
     tokens = [3, 1, 4, 1, 5, 9]
     tree = Tree.chain(tokens)
     for i in range(5):
@@ -81,7 +88,7 @@ def test_weights_that_are_bfloat16_numbers_are_read_as_such_with_the_same_bits()
     assert isinstance(quick, FastLM) and 0 < quick.halves.bytes < weights(model)
     assert quick.memory(1).weights == weights(model) + quick.halves.bytes
     assert quick.slice([0]).halves is quick.halves  # type: ignore[attr-defined]
-    assert fast("llama").lm.halves.bytes == 0  # type: ignore[attr-defined]  # random float32 would lose bits
+    assert shared("llama").lm.halves.bytes == 0  # type: ignore[attr-defined]  # random float32 would lose bits
     for rows in (1, 3, 5, 8, 19):
         for n, k in ((9, 7), (64, 33), (6, 256)):
             x, weight, bias = torch.randn(rows, k), torch.randn(n, k).bfloat16(), torch.randn(n)
@@ -116,7 +123,7 @@ def test_what_the_compiler_cannot_do_later_is_done_eagerly(monkeypatch: pytest.M
 
 
 def test_a_slice_has_its_own_compiled_passes() -> None:
-    whole = fast("llama").lm
+    whole = shared("llama").lm
     assert isinstance(whole, FastLM)
     part = whole.slice([0])
     assert isinstance(part, FastLM) and whole.slice([0]) is part  # to compile it takes a while
@@ -201,7 +208,7 @@ def test_plain_decoding_begins_its_passes_ahead(sampling: dict[str, Any], monkey
 
 
 def test_taps_are_those_of_eager_passes() -> None:
-    quick, slow = fast("llama").lm, outpace.wrap(tiny_models.MODELS["llama"]().float(), eager=True).lm
+    quick, slow = shared("llama").lm, outpace.wrap(tiny_models.MODELS["llama"]().float(), eager=True).lm
     states = []
     for lm in (quick, slow):
         row = lm.acquire([], taps=(0, 1, -1))
@@ -212,7 +219,7 @@ def test_taps_are_those_of_eager_passes() -> None:
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "block"])
 def test_heads_beside_a_compiled_target_read_int8_weights_and_stay_as_they_are(kind: str) -> None:
-    target = fast("llama")
+    target = shared("llama")
     head = store.fresh(kind, target.lm)
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     method = registry.method(kind, head=head)
@@ -226,7 +233,7 @@ def test_heads_beside_a_compiled_target_read_int8_weights_and_stay_as_they_are(k
 
 
 def test_a_short_twin_guesses_nearly_the_same() -> None:
-    target = fast("llama").lm
+    target = shared("llama").lm
     head = store.fresh("medusa", target)
     texts = [Text(3, torch.randn(4, 32)) for _ in range(2)]
     due, found = (h.logits(h.slots(texts, 3)) for h in (head, shortened(head)))

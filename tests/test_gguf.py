@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shaped": {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}, "seed": 4},
 }
 DEEP = {"eagle3", "mtp", "medusa", "block", "layerskip", "pruned", "via_sd"}  # they need more than tokens and logits
-TOKENS = 16
+TOKENS = 12
 METHODS = [name for name in LOSSLESS if name not in DEEP]
 SMALL = {
     "draft": {"depth": 3},
@@ -272,12 +272,12 @@ def test_heads_of_an_odd_size_have_a_cache_in_bfloat16(tmp_path: Path) -> None:
     assert_same_bits(LlamaLM(file), file.vocab)
 
 
-def test_a_cache_that_is_full_is_made_anew_and_larger(file: File) -> None:
+def test_a_cache_that_is_full_is_made_anew_and_larger(file: File, model: Model) -> None:
     lm = LlamaLM(file)
     lm.runtime = Runtime(file, 256)  # of which rejected nodes soon take most
-    model = Model(lm, tokenizer(file), {2}, "small")
-    expected = outpace.load(NAME).generate(TEXTS, method="plain", max_tokens=45, ignore_eos=True)
-    done = model.generate(TEXTS, method="recycling", nodes=4, max_tokens=45, ignore_eos=True)
+    small = Model(lm, model.tokenizer, {2}, "small")
+    expected = model.generate(TEXTS, method="plain", max_tokens=45, ignore_eos=True)
+    done = small.generate(TEXTS, method="recycling", nodes=4, max_tokens=45, ignore_eos=True)
     assert [found.tokens for found in done] == [found.tokens for found in expected]
     assert lm.runtime.cells > 256 and len(lm._branches) == UNREAD - ROWS
 

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from outpace.errors import RequestFailed, UsageError
 from outpace.grammar import Grammar, GrammarCompiler
 from outpace.models.base import Scores
-from outpace.sample import Sampler, Sampling
+from outpace.sample import Sampler
 from outpace.sequence import Limits, Sequence
+from outpace.settings import Sampling
 from outpace.tree import Tree
 from outpace.verify import Match, Residual, Verifier
 

@@ -21,7 +21,8 @@ from outpace import noise
 from outpace.models.kernels import attention, choice, kept, linear, runtime
 from outpace.models.kernels.attention import Config, Rule, Seen
 from outpace.models.kernels.linear import Bytes, Matrices
-from outpace.sample import Sampler, Sampling
+from outpace.sample import Sampler
+from outpace.settings import Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
@@ -401,10 +402,29 @@ def test_a_choice_is_sure_or_told_to_be_unsure(given: dict[str, Any], how_often:
     logits = (-torch.arange(300, device=DEVICE) / 40).expand(len(seeds), -1)  # 64 are sorted: within 1.6 of the first
     words = torch.cat([words_at(seed, [3]) for seed in seeds])
     heat, limits = torch.ones(len(seeds), device=DEVICE), limits_of([given] * len(seeds))
-    tokens, _, _, sure = kept.launch(logits, words, heat, limits, 64, 64)
+    tokens, _, _, sure = kept.launch(logits, words, heat, limits, 128, 64)
     due = [Sampler(Sampling(temperature=1.0, seed=seed, **given)).choose(logits[0], [0] * 3) for seed in seeds]
     assert all(token == want for token, want, told in zip(tokens.tolist(), due, sure.tolist(), strict=True) if told)
     assert {"always": sure.all(), "often": 12 < sure.sum() < 24, "never": not sure.any()}[how_often]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled")
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_the_interpreter_reduces_at_once_to_what_it_reduces_to_one_by_one(axis: int, keep: bool) -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    xor, bits = tl.standard._xor_combine, torch.randint(-(2**62), 2**62, (2, 8, 4)).numpy()
+    scope = interpreter._patch_lang(xor.fn)
+    try:
+        given = (tl.tensor(interpreter.TensorHandle(bits, tl.int64), tl.block_type(tl.int64, [2, 8, 4])),)
+        reduce = interpreter.ReduceOps(axis, xor, keep)
+        (due,), found = reduce.generic_reduce(given), reduce.apply_impl(given)
+    finally:
+        scope.restore()
+    assert (found.handle.data == due.handle.data).all() and found.handle.data.dtype == due.handle.data.dtype
+    assert (found.shape, found.dtype) == (due.shape, due.dtype)
 
 
 def test_logits_that_cannot_be_chosen_from_are_told_with_filters_too() -> None:

@@ -24,9 +24,10 @@ from outpace.proof.expected import expected_law
 from outpace.proof.plan import Plan, Subject
 from outpace.proof.price import is_right, kl_divergence
 from outpace.proof.records import Check
-from outpace.proof.suite import answered, questions, subjects_of
-from outpace.sample import Sampler, Sampling
+from outpace.proof.suite import Question, answered, questions, subjects_of
+from outpace.sample import Sampler
 from outpace.sequence import Sequence, Step
+from outpace.settings import Sampling
 from outpace.stream import Mailbox
 from outpace.testing import ToyLM
 from outpace.tree import ROOT, Budget, Tree
@@ -43,11 +44,18 @@ def llama() -> Model:
     return wrap(tiny_models.build("llama", torch.float32, num_key_value_heads=2))
 
 
-def check(model: Model, subject: Subject, **plan: Any) -> dict[str, Check]:
-    """Every check of one method, by name."""
+def asked(model: Model, subjects: list[Subject], **plan: Any) -> list[Question]:
     given = {"max_tokens": 20, "sampling": WARM, "samples": 150, "contexts": 1, **plan}
-    asked = questions(Plan(model, PROMPTS, **given), [subject], transformers=True)
-    return {f"{c.subject}: {c.name}": c for c in answered(asked)}
+    return questions(Plan(model, PROMPTS, **given), subjects, transformers=True)
+
+
+def check(model: Model, subject: Subject, **plan: Any) -> dict[str, Check]:
+    """Every check of plain decoding and of one method, by name."""
+    return named(asked(model, [subject], **plan))
+
+
+def named(questions: list[Question]) -> dict[str, Check]:
+    return {f"{c.subject}: {c.name}": c for c in answered(questions)}
 
 
 def failures(found: dict[str, Check]) -> set[str]:
@@ -57,11 +65,19 @@ def failures(found: dict[str, Check]) -> set[str]:
 # What is right passes.
 
 
+@pytest.fixture(scope="module")
+def every(llama: Model) -> list[Question]:
+    """About all methods, as `outpace verify` asks: what plain decoding says is computed once."""
+    draft = llama.lm.slice([0, 1])  # type: ignore[attr-defined]
+    return asked(llama, [Subject(name, settings_of(name, draft)) for name in LOSSLESS])
+
+
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_every_lossless_method_passes_on_a_transformers_model(name: str, llama: Model) -> None:
-    found = check(llama, Subject(name, settings_of(name, llama.lm.slice([0, 1]))))  # type: ignore[attr-defined]
+def test_every_lossless_method_passes_on_a_transformers_model(name: str, every: list[Question]) -> None:
+    found = named([question for question in every if question.subject == name])
     assert not failures(found), failures(found)
-    assert found["plain: greedy = Transformers"].verdict == "pass"
+    assert len(found) == (5 if name == "plain" else 6) and all(done.verdict == "pass" for done in found.values())
+    assert f"{name}: greedy = {'Transformers' if name == 'plain' else 'plain'}" in found
     assert found[f"{name}: every token"].figures["tokens"] == 2 * 3 * 20
 
 
@@ -146,8 +162,11 @@ def replace_sampler(seq: Sequence) -> Sequence:
 
 
 def caught(model: Model, settings: dict[str, Any], by: str, **plan: Any) -> None:
-    found = check(model, Subject("method", settings), **plan)
-    assert by in {name.partition(": ")[2] for name in failures(found)}, {n: c.summary for n, c in found.items()}
+    """The method's check of this name fails; no other is made."""
+    found = named(
+        [q for q in asked(model, [Subject("method", settings)], **plan) if (q.subject, q.name) == ("method", by)]
+    )
+    assert failures(found) == {f"method: {by}"}, {n: c.summary for n, c in found.items()}
 
 
 def test_a_wrong_acceptance_rule(toy: Model, toy_draft: LM) -> None:

@@ -31,7 +31,7 @@ from outpace.models.hf import PackedLM, adapt
 from outpace.models.job import Begun
 from outpace.models.native import NativeLM
 from outpace.request import Request
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from outpace.testing import ToyLM
 from outpace.tree import Tree
 from tests.test_models import PROMPTS, assert_same, only_layers, text, tiny, tokens, transformers_logits, wrapped

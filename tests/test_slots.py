@@ -29,8 +29,8 @@ from outpace.outlook import outlooks
 from outpace.proof.law import sampled_law
 from outpace.proof.plan import Plan, Subject
 from outpace.request import Request
-from outpace.sample import Sampling
 from outpace.sequence import Sequence
+from outpace.settings import Sampling
 from outpace.testing import ToyLM
 from outpace.tree import Budget, Tree
 from tests.test_branch import paths

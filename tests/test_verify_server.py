@@ -18,7 +18,7 @@ from outpace.proof.remote.compare import END, between, drift_of, parting
 from outpace.proof.remote.law import Both, homogeneity
 from outpace.proof.remote.reply import Token, parse
 from outpace.proof.suite import answered
-from outpace.sample import Sampling
+from outpace.settings import Sampling
 from tests.fake_server import KEY, Fake, toy
 
 PROMPTS = ["def add(a, b):", "Once upon a time", "1 2 3 4"]
