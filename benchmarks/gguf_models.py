@@ -31,7 +31,7 @@ from rich.progress import track
 import outpace
 from outpace.api import Model
 from outpace.bench import tasks
-from outpace.bench.tables import update
+from outpace.bench.markers import update
 from outpace.gguf.lm import LlamaLM
 from outpace.text import encode
 

@@ -22,7 +22,7 @@ import outpace
 from outpace import calibrated, layers, registry, slim
 from outpace.api import Model
 from outpace.bench import tasks
-from outpace.bench.tables import update
+from outpace.bench.markers import update
 from outpace.calibrate import Calibration, calibrate
 from outpace.drafter import Drafter
 from outpace.models.base import LM

@@ -23,7 +23,7 @@ from rich.progress import track
 import outpace
 from outpace.api import Model
 from outpace.bench import tasks
-from outpace.bench.tables import update
+from outpace.bench.markers import update
 from outpace.stats import Stats
 
 PLACE = "heads"  # of the table in the document

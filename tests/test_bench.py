@@ -23,7 +23,7 @@ from outpace.bench.record import Record, Writer
 from outpace.bench.run import Condition, Contestant, Group, Run, Settings, measure, warm_up
 from outpace.bench.specs import Spec, specs
 from outpace.bench.summary import Interval, speedup, summarize
-from outpace.cli import app, bench as command
+from outpace.cli import app, bench as command, checks
 from outpace.errors import OutpaceError, UsageError
 from outpace.loading import wrap
 from outpace.sequence import first_difference
@@ -552,7 +552,7 @@ def test_wrong_arguments_are_one_line(run: Callable[..., Any], given: list[str],
 
 
 def test_what_is_missing_is_said_before_anything_runs(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     done = run()
     assert done.exit_code == 1
     assert done.stderr == "error: the page needs matplotlib: pip install 'outpace[bench]', or give --no-page\n"

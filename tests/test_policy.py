@@ -68,7 +68,7 @@ def judged(tree: Tree, accepted: int) -> Step:
 
 
 def test_fixed_is_the_drafters_own_shape_unless_told() -> None:
-    assert Policy is POLICIES["fixed"]
+    assert type(registry.policy("fixed")) is Policy
     assert Policy().budget(sequence()) == Chains.shape
     assert Policy().budget(sequence(Trees())) == Trees.shape
     assert Policy(depth=3).budget(sequence()) == Budget(3, 6, 1)
