@@ -19,10 +19,12 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from outpace.compute_threads import give_back
 from outpace.errors import UsageError
 
 T = TypeVar("T")
-IDLE = 2.0  # seconds without work after which the thread ends
+SOON = 0.05  # seconds without work after which the thread gives its compute threads back
+IDLE = 2.0  # and those after which it ends
 LAST_PASS = 10.0  # seconds that the end of the process waits for a pass under way
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 _joining = threading.Lock()
@@ -80,6 +82,7 @@ class Worker:
                 "this model is in the middle of a pass: a logits processor, a drafter or a stop rule cannot use the "
                 "model that calls it"
             )
+        give_back()
         answer: Future[T] = Future()
         self.post(partial(_answer, answer, function, torch.get_num_threads()))
         return answer.result()
@@ -120,23 +123,28 @@ class Worker:
 
     def _obey(self) -> bool:
         """Run what was posted; wait for it while there is no pass to run. False: the thread may end."""
-        waits = not self._active
-        while True:
-            try:
-                command = self._inbox.get(timeout=IDLE) if waits else self._inbox.get_nowait()
-            except Empty:
-                if not waits:
-                    return True
+        command = self._next(0.0 if self._active else SOON)
+        if command is None and not self._active:
+            give_back()  # others may compute now
+            command = self._next(IDLE)
+            if command is None:
                 with self._lock:
                     if self._inbox.empty():
                         self._thread = None
                         return False
-                continue
+        while command is not None:
             command()
-            del command
-            waits = False
             if self._stopping or self._heir is not None:
                 return False
+            command = self._next(0.0)
+        return True
+
+    def _next(self, seconds: float) -> Callable[[], object] | None:
+        """What was posted first; None if nothing comes for so long."""
+        try:
+            return self._inbox.get(timeout=seconds) if seconds else self._inbox.get_nowait()
+        except Empty:
+            return None
 
     def _stop(self) -> None:
         thread = self._thread

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from hypothesis import settings as hypothesis_settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import outpace
-from outpace import registry
+from outpace import compute_threads, registry
 from outpace.api import Model
 from outpace.drafter import Drafter
 from outpace.engine import Engine
@@ -259,6 +262,26 @@ def test_as_many_compute_threads_as_the_caller_set(toy: Model) -> None:
             assert toy.worker.call(torch.get_num_threads) == count
     finally:
         torch.set_num_threads(usual)
+
+
+@pytest.mark.skipif(compute_threads._pause() is None or not Path("/proc/self/task").is_dir(), reason="needs OpenMP")
+def test_a_caller_gives_its_compute_threads_back(toy: Model) -> None:
+    """Two sets of them on the same cores would sleep between two pieces of work, and passes take four times as long."""
+    program = """
+import os, torch
+from outpace.worker import Worker
+torch.set_num_threads(2)
+worker, count = Worker(), lambda: len(os.listdir("/proc/self/task"))
+worker.call(lambda: None)
+before = count()
+torch.randn(600, 600) @ torch.randn(600, 600)
+assert count() > before
+worker.call(lambda: None)
+assert count() <= before and torch.get_num_threads() == 2
+"""
+    given = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=given)
+    assert done.returncode == 0, done.stderr
 
 
 KNOWN: dict[tuple[int, float], list[int]] = {}

@@ -24,7 +24,7 @@ COMMAND = "reports_errors"  # the decorator of every command
 
 # A module may import those of its own layer and of the layers above it in this list.
 LAYERS = [
-    {"version", "errors", "noise", "jsonl", "files", "worker", "settings"},
+    {"version", "errors", "noise", "jsonl", "files", "worker", "compute_threads", "settings"},
     {"registry", "catalogue", "request"},
     {"tree", "stats"},
     {"sequence"},
