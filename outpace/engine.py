@@ -111,6 +111,7 @@ class Engine:
         finally:
             for seq in [*self.scheduler.waiting, *self.running]:
                 self.cancel(seq)
+            self._late = []
 
     def step(self) -> list[Event]:
         """One pass over every running request."""
