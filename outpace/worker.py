@@ -44,6 +44,10 @@ class Worker:
         self._reset()
         _workers.add(self)
 
+    def __reduce__(self) -> tuple[type[Worker], tuple[()]]:
+        """A copy of what a worker serves, in this process or another one, has a worker of its own."""
+        return Worker, ()
+
     def _reset(self) -> None:
         self._lock = threading.RLock()  # a finalizer may post while its own thread does; held for moments only
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()

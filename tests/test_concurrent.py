@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -98,6 +100,14 @@ def test_a_drafter_that_two_models_share_learns_on_one_thread() -> None:
     for model in models:
         model.generate([1, 2], method=drafter, max_tokens=4)
     assert models[0].worker.current is models[1].worker.current
+
+
+def test_a_drafter_that_was_used_can_be_copied(toy: Model) -> None:
+    drafter = registry.method("suffix")
+    expected = toy.generate(PROMPTS[0], method=drafter, max_tokens=12).tokens
+    for copied in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
+        assert vars(copied)["_worker"] is not toy.worker.current
+        assert toy.generate(PROMPTS[0], method=copied, max_tokens=12).tokens == expected
 
 
 def test_a_stream_that_is_not_read_goes_on_and_stops_nobody(toy: Model) -> None:
