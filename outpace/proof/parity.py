@@ -47,9 +47,10 @@ class Parity:
     def callers(self, subject: Subject) -> Check:
         """Answers to callers that use the model at the same time equal plain decoding's, alone."""
         parts = [
-            self._alone(subject, sampling, self.plan.together(subject, sampling, way))
+            self._alone(subject, sampling, answers)
             for way in WAYS.values()
             for sampling in self._samplings(subject)
+            for answers in self.plan.together(subject, sampling, way)
         ]
         return self._all(subject, "callers = alone", parts, f"in {' and '.join(WAYS)}")
 

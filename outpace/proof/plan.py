@@ -13,6 +13,7 @@ from outpace.request import Request
 from outpace.settings import Sampling
 from outpace.stream import Completion
 
+CALLERS = 4  # at least
 Way = Callable[[Model, Seq[Request]], list[Completion]]
 
 
@@ -61,10 +62,13 @@ class Plan:
             out += self.model.generate(group)
         return out
 
-    def together(self, subject: Subject, sampling: Sampling, way: Way) -> list[Completion]:
-        """Answers to all prompts, each asked for by a caller of its own, all at once."""
+    def together(self, subject: Subject, sampling: Sampling, way: Way) -> list[list[Completion]]:
+        """Answers to all prompts, each asked for by a caller of its own, all at once; few prompts are asked again."""
+        count = len(self.prompts)
+        prompts = self.prompts * -(-CALLERS // count)
         self.model.clear_cache()
-        return way(self.model, [self.request(subject, prompt, **_given(sampling)) for prompt in self.prompts])
+        found = way(self.model, [self.request(subject, prompt, **_given(sampling)) for prompt in prompts])
+        return [found[start : start + count] for start in range(0, len(found), count)]
 
     def answer(self, completion: Completion, index: int, sampling: Sampling) -> Answer:
         """The completion with the sampler that its settings make."""
