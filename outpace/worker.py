@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -88,7 +88,7 @@ class Worker:
             )
         give_back()
         answer: Future[T] = Future()
-        self.post(partial(_answer, answer, function, torch.get_num_threads()))
+        self.post(partial(_answer, answer, function, Settings.of_this_thread()))
         return answer.result()
 
     def serve(self, served: Served) -> None:
@@ -159,9 +159,30 @@ class Worker:
             self._stopping, self._thread = False, None  # what runs at the very end of a process may start another
 
 
-def _answer(answer: Future[T], function: Callable[[], T], threads: int) -> None:
-    if torch.get_num_threads() != threads:  # a number of each thread's own
-        torch.set_num_threads(threads)
+class Settings(NamedTuple):
+    """What torch keeps for each thread by itself, and a caller expects to hold for its passes."""
+
+    threads: int
+    device: int | None  # of CUDA
+
+    @classmethod
+    def of_this_thread(cls) -> Settings:
+        device = None
+        if torch.cuda.is_initialized():
+            device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+            if stream != torch.cuda.default_stream():
+                stream.synchronize()  # what the caller began there, such as new weights, is done before a pass reads it
+        return cls(torch.get_num_threads(), device)
+
+    def hold(self) -> None:
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+
+
+def _answer(answer: Future[T], function: Callable[[], T], settings: Settings) -> None:
+    settings.hold()
     try:
         answer.set_result(function())
     except BaseException as error:

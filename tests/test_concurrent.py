@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -272,6 +273,27 @@ def test_as_many_compute_threads_as_the_caller_set(toy: Model) -> None:
             assert toy.worker.call(torch.get_num_threads) == count
     finally:
         torch.set_num_threads(usual)
+
+
+def test_the_callers_device_and_what_it_began_there(toy: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread has a device of its own; and work on a stream of the caller's is done before a pass reads it."""
+    done: list[Any] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            done.append("synchronized")
+
+    main = threading.current_thread()
+    own, default = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: default)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda i: done.append((i, threading.current_thread() is main)))
+    for stream, expected in ((own, ["synchronized", (3, False)]), (default, [(3, False)])):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda stream=stream: stream)
+        done.clear()
+        toy.worker.call(lambda: None)
+        assert done == expected
 
 
 @pytest.mark.skipif(compute_threads._pause() is None or not Path("/proc/self/task").is_dir(), reason="needs OpenMP")
