@@ -21,8 +21,8 @@ import torch
 import typer
 
 import outpace
-from outpace.api import Model
-from outpace.bench import tasks
+from outpace.api.model import Model
+from outpace.prompts import tasks
 
 CALLERS = 8
 Tokens = list[list[int]]

@@ -21,17 +21,18 @@ import torch
 import typer
 
 import outpace
-from outpace import stats
 from outpace.advise.recording import Recording, record
 from outpace.advise.replay import ReplayLM
-from outpace.api import Model
-from outpace.bench import tasks
-from outpace.costs import Costs
-from outpace.engine import Engine
-from outpace.models.base import Job, Output, Scores
-from outpace.request import Request
-from outpace.settings import Sampling
-from outpace.tree import Tree
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.core import stats
+from outpace.core.engine import Engine
+from outpace.core.lm import Scores
+from outpace.core.tree import Tree
+from outpace.models.segment import Job, Output
+from outpace.policies.controller.costs import Costs
+from outpace.prompts import tasks
+from outpace.sampling.settings import Sampling
 
 CURVES = {  # tokens of a pass -> passes of one token that it costs
     "cpu": (0.040, ((1, 1.0), (2, 1.03), (4, 1.1), (8, 1.3), (16, 1.8), (32, 3.0), (64, 5.5))),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 import outpace
-from outpace.tree import Tree
+from outpace.core.tree import Tree
 
 ROWS = (1, 2, 4, 8, 16, 32)
 CONTEXT = 256

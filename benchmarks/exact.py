@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import outpace
-from outpace.bench import tasks
+from outpace.prompts import tasks
 
 TASKS = ["summarization", "math", "code", "chat"]
 METHODS = ["ngram", "suffix", "recycling", "lookahead"]

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 import typer
 
-from outpace.api import Model
+from outpace.api.model import Model
 
 DRAFT = "draft-simple"  # the mode of the server that needs another model
 

@@ -29,10 +29,10 @@ from gguf_contestants import DRAFT, Answer, Own, Served, ours, race, server_libr
 from rich.progress import track
 
 import outpace
-from outpace.api import Model
-from outpace.bench import tasks
+from outpace.api.model import Model
 from outpace.bench.markers import update
-from outpace.gguf.lm import LlamaLM
+from outpace.models.gguf.lm import LlamaLM
+from outpace.prompts import tasks
 from outpace.text import encode
 
 PLACE = "gguf"  # of the table in the document

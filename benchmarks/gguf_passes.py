@@ -21,8 +21,8 @@ from cyllama.llama import llama_cpp as library
 from gguf_contestants import usual
 from torch import Tensor
 
-from outpace.gguf.order import faster
-from outpace.gguf.runtime import Entry, File, Runtime
+from outpace.models.gguf.repack import faster
+from outpace.models.gguf.runtime import Entry, File, Runtime
 
 SIZES = (1, 2, 3, 4, 8, 16)
 CELLS = 4096

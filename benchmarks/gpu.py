@@ -27,13 +27,13 @@ from grown import SHAPES, grown
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outpace
-from outpace.drafter import Drafter
-from outpace.models.base import Shape
-from outpace.models.graph import GraphLM
-from outpace.models.int8 import quantize
-from outpace.sample import Pick
-from outpace.sequence import Sequence
-from outpace.tree import Budget, Tree
+from outpace.core.drafter import Drafter
+from outpace.core.lm import Shape
+from outpace.core.sequence import Sequence
+from outpace.core.tree import Budget, Tree
+from outpace.models.compiled.cuda_graph import GraphLM
+from outpace.models.hf.int8 import quantize
+from outpace.sampling.sampler import Pick
 
 RUNS = 5  # the best counts: in the first ones graphs of new sizes are captured
 Texts: TypeAlias = list[list[int]]

@@ -19,14 +19,15 @@ from typing import Any
 import typer
 
 import outpace
-from outpace import calibrated, layers, registry, slim
-from outpace.api import Model
-from outpace.bench import tasks
+from outpace import registry
+from outpace.advise.tune_graft import Calibration, calibrate
+from outpace.api.model import Model
 from outpace.bench.markers import update
-from outpace.calibrate import Calibration, calibrate
-from outpace.drafter import Drafter
-from outpace.models.base import LM
-from outpace.trace import TraceWriter, read
+from outpace.core.drafter import Drafter
+from outpace.core.lm import LM
+from outpace.drafting import layer_search, slim_search, tuning_file
+from outpace.prompts import tasks
+from outpace.tracing.trace import TraceWriter, read
 
 TASKS = ("qa", "math", "code", "summarization", "chat", "rag")
 PLACE = "graft"  # of the table in the document
@@ -127,7 +128,7 @@ def compare(model: Model, draft: LM, prompts: Seq[list[int]], given: argparse.Na
     found = fit(model, draft, texts, given, **settings)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c.json"
-        calibrated.write(path, {"graft": found.grafting.to_dict()})
+        tuning_file.write(path, {"graft": found.grafting.to_dict()})
         wanted = specs(given.nodes, path)
         lines = [run(model, name, method(spec, draft), texts, **settings) for name, spec in wanted.items()]
     return table(lines, found, given.level_cost)
@@ -151,7 +152,9 @@ def main() -> None:
     found = tasks.load(None, TASKS, given.limit)
     # Alternating, so that both halves have prompts of every task.
     prompts = [tasks.encode(prompt, model) for prompt in found[::2] + found[1::2]]
-    text = compare(model, slim.layered(model.lm, "the draft").slice(layers.parse(given.draft_layers)), prompts, given)
+    text = compare(
+        model, slim_search.layered(model.lm, "the draft").slice(layer_search.parse(given.draft_layers)), prompts, given
+    )
     typer.echo(text)
     if given.update is not None:
         update(given.update, PLACE, text)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from outpace import shelf
+from outpace.api import demo_weights
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
@@ -26,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def source(small: str) -> str:
     """The folder of a model on the shelf; else the name is one."""
-    return str(shelf.fetch(small)) if small in shelf.SHELF else small
+    return str(demo_weights.fetch(small)) if small in demo_weights.SHELF else small
 
 
 def grown(small: str, device: str = "cuda") -> LlamaForCausalLM:

@@ -17,9 +17,9 @@ import typer
 from rich.progress import track
 
 import outpace
-from outpace.api import Model
-from outpace.bench import tasks
-from outpace.stats import Stats
+from outpace.api.model import Model
+from outpace.core.stats import Stats
+from outpace.prompts import tasks
 
 
 def answered(model: Model, prompts: list[tasks.Prompt], method: str, max_tokens: int) -> Stats:

@@ -21,10 +21,10 @@ import typer
 from rich.progress import track
 
 import outpace
-from outpace.api import Model
-from outpace.bench import tasks
+from outpace.api.model import Model
 from outpace.bench.markers import update
-from outpace.stats import Stats
+from outpace.core.stats import Stats
+from outpace.prompts import tasks
 
 PLACE = "heads"  # of the table in the document
 

@@ -23,8 +23,8 @@ from typing import Annotated
 import typer
 from transformers import AutoTokenizer
 
-from outpace import shelf
-from outpace.train.records import Record, read
+from outpace.api import demo_weights
+from outpace.train.data.records import Record, read
 
 app = typer.Typer(help=__doc__, add_completion=False, rich_markup_mode=None)
 SHORTEST = 60  # tokens of an answer that is worth quoting
@@ -160,7 +160,7 @@ def readings(
     seed: int = 0,
 ) -> None:
     """Prompts that quote texts, and such as need none."""
-    tokenizer = AutoTokenizer.from_pretrained(shelf.folder(model) if model in shelf.SHELF else model)
+    tokenizer = AutoTokenizer.from_pretrained(demo_weights.folder(model) if model in demo_weights.SHELF else model)
 
     def said(record: Record) -> tuple[str, str]:
         prompt = tokenizer.decode(record.tokens[: record.prompt])

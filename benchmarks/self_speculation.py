@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 import outpace
-from outpace.bench import tasks
-from outpace.layers import Matches, Probe, Sample, agreement, gain, spell, tokens_per_pass, without
+from outpace.drafting.layer_search import Matches, Probe, Sample, agreement, gain, spell, tokens_per_pass, without
+from outpace.prompts import tasks
 
 TASKS = ["qa", "math", "code", "chat"]
 DEPTHS = range(1, 9)

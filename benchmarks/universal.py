@@ -21,7 +21,7 @@ import torch
 
 import outpace
 from outpace import registry
-from outpace.bridge.translated import Translated
+from outpace.cross_tokenizer.by_tokens import Translated
 
 PROMPTS: dict[str, list[str]] = {
     "code": [

@@ -19,13 +19,13 @@ from typing import Any
 import typer
 
 import outpace
-from outpace import layers, slim
-from outpace.api import Model
-from outpace.bench import tasks
-from outpace.models.base import LM
-from outpace.proof.plan import Plan, Subject
-from outpace.proof.price import is_right, price
-from outpace.settings import Sampling
+from outpace.api.model import Model
+from outpace.core.lm import LM
+from outpace.drafting import layer_search, slim_search
+from outpace.prompts import tasks
+from outpace.sampling.settings import Sampling
+from outpace.verify.lossy import is_right, price
+from outpace.verify.plan import Plan, Subject
 
 POINTS = ((0.9, 0.6), (0.8, 0.5), (0.6, 0.3), (0.4, 0.2), (0.2, 0.1))  # accept and ask
 
@@ -154,7 +154,7 @@ def main() -> None:
     model = outpace.load(given.model)
     draft: Model | LM | None = outpace.load(given.draft) if given.draft else None
     if given.draft_layers:
-        draft = slim.layered(model.lm, "the draft").slice(layers.parse(given.draft_layers))
+        draft = slim_search.layered(model.lm, "the draft").slice(layer_search.parse(given.draft_layers))
     points = points_of(model, draft, tasks.load(None, given.task or ["math", "qa"], given.limit), given)
     typer.echo(table(points))
     if given.plot is not None:

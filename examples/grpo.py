@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import Tensor
 
 import outpace
-from outpace.rollouts import Rollout, merged
+from outpace.api.rollouts import Rollout, merged
 
 Reward = Callable[[Rollout], float]
 EXAMPLE = [{"role": "user", "content": "Count from 3 to 7."}, {"role": "assistant", "content": "3, 4, 5, 6, 7"}]

@@ -9,40 +9,40 @@ from typing import TYPE_CHECKING, Any
 from outpace.version import __version__
 
 if TYPE_CHECKING:
-    from outpace.api import Model
-    from outpace.drafter import Drafter
-    from outpace.dropin import custom_generate
-    from outpace.engine import Engine
+    from outpace.api.custom_generate import custom_generate
+    from outpace.api.load import load, wrap
+    from outpace.api.model import Model
+    from outpace.api.request import Request
+    from outpace.api.rollouts import Rollout, rollout
+    from outpace.api.stream import Completion, Piece, Stream
+    from outpace.core.drafter import Drafter
+    from outpace.core.engine import Engine
+    from outpace.core.policy import Policy
+    from outpace.core.sequence import Sequence, Step
+    from outpace.core.stats import Stats
+    from outpace.core.tree import Budget, Tree
+    from outpace.core.verifier import Verifier
     from outpace.errors import OutpaceError, RequestFailed, UnsupportedModel, UsageError
-    from outpace.loading import load, wrap
-    from outpace.policy import Policy
     from outpace.registry import METHODS, POLICIES, VERIFIERS
-    from outpace.request import Request
-    from outpace.rollouts import Rollout, rollout
-    from outpace.sequence import Sequence, Step
-    from outpace.settings import Sampling
-    from outpace.stats import Stats
-    from outpace.stream import Completion, Piece, Stream
-    from outpace.tree import Budget, Tree
-    from outpace.verify import Verifier
+    from outpace.sampling.settings import Sampling
 
 _PLACES = {
-    "api": ("Model",),
-    "drafter": ("Drafter",),
-    "dropin": ("custom_generate",),
-    "engine": ("Engine",),
+    "api.custom_generate": ("custom_generate",),
+    "api.load": ("load", "wrap"),
+    "api.model": ("Model",),
+    "api.request": ("Request",),
+    "api.rollouts": ("Rollout", "rollout"),
+    "api.stream": ("Completion", "Piece", "Stream"),
+    "core.drafter": ("Drafter",),
+    "core.engine": ("Engine",),
+    "core.policy": ("Policy",),
+    "core.sequence": ("Sequence", "Step"),
+    "core.stats": ("Stats",),
+    "core.tree": ("Budget", "Tree"),
+    "core.verifier": ("Verifier",),
     "errors": ("OutpaceError", "RequestFailed", "UnsupportedModel", "UsageError"),
-    "loading": ("load", "wrap"),
-    "policy": ("Policy",),
     "registry": ("METHODS", "POLICIES", "VERIFIERS"),
-    "request": ("Request",),
-    "rollouts": ("Rollout", "rollout"),
-    "sequence": ("Sequence", "Step"),
-    "settings": ("Sampling",),
-    "stats": ("Stats",),
-    "stream": ("Completion", "Piece", "Stream"),
-    "tree": ("Budget", "Tree"),
-    "verify": ("Verifier",),
+    "sampling.settings": ("Sampling",),
 }
 _NAMES = {name: f"outpace.{module}" for module, names in _PLACES.items() for name in names}
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor, nn
 
-from outpace.models.base import LM, Job, Output
+from outpace.core.lm import LM, Ends
 from outpace.models.cacheless import CachelessLM
-from outpace.models.early import EarlyLM
-from outpace.models.ends import Ends
+from outpace.models.early_exit import EarlyLM
+from outpace.models.segment import Job, Output
 
 VOCAB = 64
 

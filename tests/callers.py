@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from typing import Any
 
-from outpace.api import Model
-from outpace.request import Request
-from outpace.stream import Stream
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.api.stream import Stream
 
 Texts = list[list[int]]
 Way = Callable[[Model, list[Request]], Texts]

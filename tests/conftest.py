@@ -14,10 +14,10 @@ if not torch.cuda.is_available():  # Triton reads it when it is imported
 
 import outpace
 from outpace import registry
-from outpace.api import Model
-from outpace.costs import Costs
-from outpace.gguf.runtime import File
-from outpace.models.base import LM
+from outpace.api.model import Model
+from outpace.core.lm import LM
+from outpace.models.gguf.runtime import File
+from outpace.policies.controller.costs import Costs
 from outpace.testing import ToyLM
 from tests.interpreter import hasten
 
@@ -43,8 +43,8 @@ def costs() -> Iterator[Costs]:
     """What passes are said to cost: tests do not depend on the clock, and leave nothing in the cache folder."""
     made_up = Costs(((1, 1.0), (8, 1.3), (64, 4.0)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outpace.costs.of", lambda lm, name="": made_up)
-        patch.setattr("outpace.gguf.order.faster", File)  # as the file has it
+        patch.setattr("outpace.policies.controller.costs.of", lambda lm, name="": made_up)
+        patch.setattr("outpace.models.gguf.repack.faster", File)  # as the file has it
         yield made_up
 
 

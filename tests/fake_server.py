@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.api import Model
-from outpace.processors import CountPenalty, LogitBias
-from outpace.sample import Processor, Sampler
-from outpace.settings import Sampling
+from outpace.api.model import Model
+from outpace.sampling.processors import CountPenalty, LogitBias
+from outpace.sampling.sampler import Processor, Sampler
+from outpace.sampling.settings import Sampling
 from outpace.testing import ByteTokenizer, ToyLM
 
 VOCAB = 128  # ASCII, so that every token has a text of its own

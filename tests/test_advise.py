@@ -7,27 +7,17 @@ from typing import Any
 
 import pytest
 
-from outpace.advise import advice, costs as costing
-from outpace.advise.costs import Costs
-from outpace.advise.rank import (
-    Candidate,
-    Prediction,
-    Replayed,
-    Shape,
-    Work,
-    best,
-    candidates,
-    predict,
-    replay,
-)
+from outpace.advise import advice, overhead as costing
+from outpace.advise.overhead import Costs
+from outpace.advise.rank import Candidate, Prediction, Replayed, Shape, Work, best, candidates, predict, replay
 from outpace.advise.recording import Recording, record
 from outpace.advise.replay import ReplayLM
-from outpace.api import Model
+from outpace.api.model import Model
 from outpace.bench.summary import Interval
+from outpace.core.stats import Stats
 from outpace.errors import UsageError
 from outpace.registry import method
-from outpace.settings import Sampling
-from outpace.stats import Stats
+from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
 
 PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5, list(range(20)), [4, 4, 4], [30, 31]]

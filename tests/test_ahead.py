@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.api import Model
-from outpace.engine import Engine
-from outpace.models.ahead import Ahead, Doubt, Last
-from outpace.models.base import Chosen, Job, Output
-from outpace.models.captured import Size
-from outpace.noise import gumbel
-from outpace.request import Request
-from outpace.sample import Pick
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.core.engine import Engine
+from outpace.core.lm import Chosen
+from outpace.core.tree import Tree
+from outpace.models.compiled.captured import Size
+from outpace.models.compiled.run_ahead import Ahead, Doubt, Last
+from outpace.models.segment import Job, Output
+from outpace.sampling.noise import gumbel
+from outpace.sampling.sampler import Pick
 from outpace.testing import ToyLM
-from outpace.tree import Tree
 from tests.conftest import settings_of
 
 PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5, [4, 4]]

@@ -9,10 +9,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import outpace
-from outpace.api import Model
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.core.lm import LM
 from outpace.errors import UsageError
-from outpace.models.base import LM
-from outpace.request import Request
 from outpace.testing import ByteTokenizer, ToyLM
 from tests.conftest import settings_of
 

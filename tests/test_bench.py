@@ -14,22 +14,25 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outpace import registry, trace
-from outpace.api import Model
-from outpace.bench import markers, plan as planning, record as recording, report, tables, tasks
+from outpace import registry
+from outpace.api.load import wrap
+from outpace.api.model import Model
+from outpace.bench import markers, plan as planning, record as recording, report, tables
 from outpace.bench.contestants import Ours, Rules, Theirs, sweep, theirs
 from outpace.bench.plan import Plan
 from outpace.bench.record import Record, Writer
 from outpace.bench.run import Condition, Contestant, Group, Run, Settings, measure, warm_up
 from outpace.bench.specs import Spec, specs
 from outpace.bench.summary import Interval, speedup, summarize
-from outpace.cli import app, bench as command, checks
+from outpace.cli import bench as command, checks
+from outpace.cli.common import app
+from outpace.core.sequence import first_difference
+from outpace.core.stats import Stats
 from outpace.errors import OutpaceError, UsageError
-from outpace.loading import wrap
-from outpace.sequence import first_difference
-from outpace.settings import Sampling
-from outpace.stats import Stats
+from outpace.prompts import tasks
+from outpace.sampling.settings import Sampling
 from outpace.testing import ByteTokenizer, ToyLM
+from outpace.tracing import trace
 from tests.tiny_models import build
 
 runner = CliRunner()

@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from outpace import registry
-from outpace.api import Model
+from outpace.api.model import Model
+from outpace.core.lm import Guess, Shape
+from outpace.core.tree import Tree
+from outpace.drafting.linked_heads import LinkedLM
+from outpace.drafting.model_drafter import Growing
 from outpace.errors import CacheFull
-from outpace.growth import Growing
 from outpace.heads import store
-from outpace.linked import LinkedLM
-from outpace.models.base import Guess, Job, Output, Shape
-from outpace.models.branch import Branches
-from outpace.models.fast import FastLM
+from outpace.models.compiled.cpu import FastLM
+from outpace.models.compiled.draft_tree import Branches
 from outpace.models.kernels import cpu
-from outpace.sample import Pick
-from outpace.tree import Tree
+from outpace.models.segment import Job, Output
+from outpace.sampling.sampler import Pick
 from tests.test_fast import DEVICES, PROMPTS, fast, shared
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")

@@ -13,17 +13,18 @@ from hypothesis import example, given, settings, strategies as st
 
 import outpace
 from outpace import registry
-from outpace.api import Model
+from outpace.api.model import Model
+from outpace.api.request import Request
 from outpace.bench.contestants import Ours
 from outpace.bench.specs import Spec
-from outpace.bridge.follow import Follower, TokenFollower
-from outpace.bridge.pair import Pair
-from outpace.bridge.pieces import Pieces, complete, join
-from outpace.bridge.translated import Translated
+from outpace.core.lm import Guess, Shape
+from outpace.cross_tokenizer.alignment import Pair
+from outpace.cross_tokenizer.by_tokens import Translated
+from outpace.cross_tokenizer.follower import Follower, TokenFollower
+from outpace.cross_tokenizer.vocabulary import Pieces, complete, join
 from outpace.errors import UsageError
-from outpace.models.base import Guess, Job, Output, Shape
-from outpace.request import Request
-from outpace.sample import Pick
+from outpace.models.segment import Job, Output
+from outpace.sampling.sampler import Pick
 from outpace.testing import ByteTokenizer, ToyLM
 from tests.tiny_models import build
 from tests.tiny_tokenizers import CORPUS, EXACT, KINDS, Reciter, characters, random_model, reciting

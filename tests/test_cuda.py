@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import outpace
-from outpace.api import Model
+from outpace.api.model import Model
+from outpace.drafting.slim_search import Layered
 from outpace.errors import UnsupportedModel
-from outpace.models.graph import GraphLM
-from outpace.slim import Layered
+from outpace.models.compiled.cuda_graph import GraphLM
 from tests.callers import WAYS, Way, check
 from tests.conftest import LOSSLESS as METHODS, settings_of
 from tests.tiny_models import MODELS

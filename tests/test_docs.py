@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 
 from outpace import registry
-from outpace.api import Model
-from outpace.display import methods_markdown
-from outpace.models.base import LM
+from outpace.api.model import Model
+from outpace.cli.display import methods_markdown
+from outpace.core.lm import LM
 from outpace.testing import ByteTokenizer, ToyLM
 from tests import test_lossless
 

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.api import Model
-from outpace.engine import Engine
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.core.engine import Engine
+from outpace.core.lm import LM, Scores
+from outpace.core.tree import Tree
 from outpace.errors import RequestFailed, UsageError
-from outpace.models.base import LM, Job, Output, Scores
-from outpace.request import Request
+from outpace.models.segment import Job, Output
 from outpace.testing import ToyLM
-from outpace.trace import TraceWriter, read
-from outpace.tree import Tree
+from outpace.tracing.trace import TraceWriter, read
 from tests.conftest import settings_of
 
 PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from outpace.api import Model
+from outpace.api.load import wrap
+from outpace.api.model import Model
+from outpace.core.tree import Tree
 from outpace.errors import UnsupportedModel
-from outpace.loading import wrap
-from outpace.models.base import Job
-from outpace.models.exact import ROWS, ExactLM, _cut, _passes
-from outpace.tree import Tree
+from outpace.models.hf.bitwise import ROWS, ExactLM, _cut, _passes
+from outpace.models.segment import Job
 from tests import tiny_models
 from tests.conftest import LOSSLESS as METHODS, settings_of
 

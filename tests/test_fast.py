@@ -10,22 +10,22 @@ import torch
 
 import outpace
 from outpace import registry
-from outpace.engine import Engine
+from outpace.api.request import Request
+from outpace.core.engine import Engine
+from outpace.core.tree import Tree
 from outpace.heads import store
 from outpace.heads.parallel import Text
-from outpace.models import lane
-from outpace.models.ahead import Ahead
-from outpace.models.compiled import shortened
-from outpace.models.fast import FastLM
-from outpace.models.graph import GraphLM
-from outpace.models.halves import linear
-from outpace.models.hf import PackedLM
-from outpace.models.int8 import Int8Linear, quantize
-from outpace.models.job import Job
+from outpace.models.compiled import packing
+from outpace.models.compiled.cpu import FastLM
+from outpace.models.compiled.cuda_graph import GraphLM
+from outpace.models.compiled.layers import shortened
+from outpace.models.compiled.run_ahead import Ahead
+from outpace.models.hf.bf16_copies import linear
+from outpace.models.hf.int8 import Int8Linear, quantize
+from outpace.models.hf.lm import PackedLM
 from outpace.models.kernels import cpu
 from outpace.models.memory import weights
-from outpace.request import Request
-from outpace.tree import Tree
+from outpace.models.segment import Job
 from tests import tiny_models
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -147,10 +147,10 @@ def test_every_model_of_a_process_is_compiled() -> None:
 
 def test_jobs_that_are_too_many_for_a_pass_go_in_several() -> None:
     jobs = [Job(i, 0, [], Tree.chain([1] * size)) for i, size in enumerate([3, 4, 9, 2, 2, 2, 1])]
-    found = lane.parts(jobs, 8)
+    found = packing.parts(jobs, 8)
     assert [[job.row for job in part] for part in found] == [[0, 1], [2], [3, 4, 5, 6]]
-    many = [Job(i, 0, [], Tree([1])) for i in range(2 * lane.MOST_JOBS + 1)]
-    assert [len(part) for part in lane.parts(many, 512)] == [lane.MOST_JOBS, lane.MOST_JOBS, 1]
+    many = [Job(i, 0, [], Tree([1])) for i in range(2 * packing.MOST_JOBS + 1)]
+    assert [len(part) for part in packing.parts(many, 512)] == [packing.MOST_JOBS, packing.MOST_JOBS, 1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

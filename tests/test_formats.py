@@ -16,14 +16,14 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typer.testing import CliRunner
 
-from outpace.api import Model
-from outpace.cli import app
+from outpace.api.load import wrap
+from outpace.api.model import Model
+from outpace.cli.common import app
 from outpace.errors import OutpaceError, UsageError
 from outpace.heads import store
 from outpace.heads.base import Head
-from outpace.heads.export import export
-from outpace.loading import wrap
-from outpace.models.taps import decoder_layers
+from outpace.heads.formats.export import export
+from outpace.models.hf.module import decoder_layers
 from tests.tiny_models import GROUPED, PACKED, VOCAB, build
 
 LAYERS, HIDDEN, DIM, HEADS, GROUPS, WIDE, GUESSED = 8, 32, 8, 4, 2, 40, 24
@@ -496,7 +496,7 @@ def test_export(tmp_path: Path, target: Model) -> None:
 
 
 def test_commands(tmp_path: Path, target: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.cli.head.load_model", lambda name, how: target)
+    monkeypatch.setattr("outpace.cli.training.head.load_model", lambda name, how: target)
 
     def run(*words: object) -> str:
         result = CliRunner().invoke(app, ["head", *map(str, words)])

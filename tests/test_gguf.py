@@ -11,17 +11,18 @@ import torch
 from typer.testing import CliRunner
 
 import outpace
-from outpace import registry, shelf
-from outpace.api import Model
-from outpace.cli import app
+from outpace import registry
+from outpace.api import demo_weights
+from outpace.api.model import Model
+from outpace.cli.common import app
+from outpace.core.tree import Tree
 from outpace.errors import CacheFull, Headless, OutpaceError, UnsupportedModel, UsageError
-from outpace.gguf import order, text as reading
-from outpace.gguf.lm import ROWS, UNREAD, LlamaLM, Rows
-from outpace.gguf.order import faster
-from outpace.gguf.runtime import BATCH, BF16, FEW, Entry, File, Runtime
-from outpace.gguf.text import PROBES, LlamaTokenizer, tokenizer
+from outpace.models.gguf import repack, tokenizer as reading
+from outpace.models.gguf.lm import ROWS, UNREAD, LlamaLM, Rows
+from outpace.models.gguf.repack import faster
+from outpace.models.gguf.runtime import BATCH, BF16, FEW, Entry, File, Runtime
+from outpace.models.gguf.tokenizer import PROBES, LlamaTokenizer, tokenizer
 from outpace.text import encode
-from outpace.tree import Tree
 from tests.conftest import LOSSLESS
 
 pytest.importorskip("cyllama")
@@ -246,24 +247,24 @@ def test_a_pass_of_several_calls_says_what_each_of_them_said(tmp_path: Path) -> 
 def test_the_faster_order_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, timed = written(tmp_path / "model.gguf", "Q8_0"), list[int]()
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(order, "_worth", lambda *files: timed.append(1) or True)
-    monkeypatch.setattr(order, "_alike", lambda file: False)
+    monkeypatch.setattr(repack, "_worth", lambda *files: timed.append(1) or True)
+    monkeypatch.setattr(repack, "_alike", lambda file: False)
     assert [faster(path, False).together for _ in range(2)] == [FEW] * 2 and timed == [1]
     for kept in (tmp_path / "cache").rglob("*.json"):
         kept.write_text("{")
-    monkeypatch.setattr(order, "_worth", lambda *files: timed.append(2) or False)
+    monkeypatch.setattr(repack, "_worth", lambda *files: timed.append(2) or False)
     assert [faster(path, False).together for _ in range(2)] == [BATCH] * 2 and timed == [1, 2]
     path.touch()  # another file, perhaps
-    monkeypatch.setattr(order, "free", lambda device: 0)
+    monkeypatch.setattr(repack, "free", lambda device: 0)
     assert faster(path, False).together == BATCH and timed == [1, 2]  # there is no room for both
     with pytest.raises(OutpaceError, match="there is no file"):
         faster(tmp_path / "gone.gguf", False)
 
 
 def test_both_orders_are_tried_on_single_tokens_and_on_many(file: File) -> None:
-    assert order._worth(file, file) in (True, False) and order._processor()
+    assert repack._worth(file, file) in (True, False) and repack._processor()
     few = File(file.path, together=FEW)  # of Q4_1, which llama.cpp leaves as it is
-    assert order._alike(few)
+    assert repack._alike(few)
 
 
 def test_heads_of_an_odd_size_have_a_cache_in_bfloat16(tmp_path: Path) -> None:
@@ -362,7 +363,7 @@ def test_bad_files_and_settings_get_an_answer(tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_a_file() -> None:
-    path = str(shelf.gguf(NAME))
+    path = str(demo_weights.gguf(NAME))
     run = CliRunner().invoke(
         app, ["generate", "--model", path, "--method", "suffix", "--max-tokens", "8", "Say hello."]
     )

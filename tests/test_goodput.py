@@ -13,28 +13,29 @@ from typing import Any
 import pytest
 import torch
 
-from outpace import stats
-from outpace.api import Model
-from outpace.calibration import LEVELS, Calibrator, Local, Memory, Proposal, kind, level
-from outpace.costs import FORMAT, SHORT, SIZES, Costs, identity, measure, of
-from outpace.drafter import Drafter
+from outpace.api.model import Model
+from outpace.core import stats
+from outpace.core.drafter import Drafter
+from outpace.core.lm import LM, Guess, Picks, Reference, Scores, Shape
+from outpace.core.policy import Policy
+from outpace.core.sequence import Limits, Sequence, Step
+from outpace.core.tree import Budget, Signal, Tree
+from outpace.core.verifier import Match
 from outpace.errors import CacheFull, UsageError
-from outpace.goodput import PROBING, Goodput, State
-from outpace.meter import Drift, Meter, Recent, Watch
 from outpace.methods.auto import Auto, merge
 from outpace.methods.suffix import Suffix
-from outpace.models.base import LM, Guess, Job, Output, Picks, Reference, Scores, Shape
 from outpace.models.cacheless import CachelessLM
-from outpace.policy import Policy
-from outpace.pool import Guess as Node, Pass
-from outpace.sample import Sampler
-from outpace.sequence import Limits, Sequence, Step
-from outpace.settings import Sampling
-from outpace.show.page import describe
+from outpace.models.segment import Job, Output
+from outpace.policies.controller.acceptance import LEVELS, Calibrator, Local, Memory, Proposal, kind, level
+from outpace.policies.controller.controller import PROBING, Goodput, State
+from outpace.policies.controller.costs import FORMAT, SHORT, SIZES, Costs, identity, measure, of
+from outpace.policies.controller.selection import Guess as Node, Pass
+from outpace.policies.controller.timing import Drift, Meter, Recent, Watch
+from outpace.sampling.sampler import Sampler
+from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
-from outpace.trace import read
-from outpace.tree import Budget, Signal, Tree
-from outpace.verify import Match
+from outpace.tracing.trace import read
+from outpace.tracing.viewer.page import describe
 
 FLAT = Costs(((1, 1.0), (64, 1.0)))
 STEEP = Costs(((1, 1.0), (64, 64.0)))
@@ -230,8 +231,8 @@ def test_a_model_without_room_is_measured_as_far_as_it_goes() -> None:
 def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
-    monkeypatch.setattr("outpace.costs.measure", lambda lm: calls.append(lm) or CPU)
-    monkeypatch.setattr("outpace.costs.of", of)
+    monkeypatch.setattr("outpace.policies.controller.costs.measure", lambda lm: calls.append(lm) or CPU)
+    monkeypatch.setattr("outpace.policies.controller.costs.of", of)
     model = Model(ToyLM(), name="toy")
     for _ in range(2):
         model.generate([1, 2, 3], max_tokens=5)
@@ -566,7 +567,7 @@ def test_candidates_of_auto() -> None:
 
 
 def test_the_policy_that_goes_with_a_method(toy: Model, toy_draft: LM) -> None:
-    from outpace.request import Request
+    from outpace.api.request import Request
 
     def policy(**given: Any) -> type[Policy]:
         return type(toy.sequence(Request.of([1, 2], given)).policy)

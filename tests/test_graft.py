@@ -13,23 +13,25 @@ import torch
 from hypothesis import given, settings, strategies as st
 from typer.testing import CliRunner
 
-from outpace import Drafter, Model, Sequence, calibrated, grafting, registry
-from outpace.calibrate import LEAST, calibrate
-from outpace.cli import app
+from outpace import Drafter, Model, Sequence, registry
+from outpace.advise.tune_graft import LEAST, calibrate
+from outpace.cli.common import app
+from outpace.core.lm import LM
+from outpace.core.policy import Policy
+from outpace.core.sequence import Limits
+from outpace.core.tree import Budget, Floor, Tree
+from outpace.core.verifier import Match
+from outpace.drafting import graft_gates, tuning_file
+from outpace.drafting.graft_gates import Gate, Grafting
+from outpace.drafting.rank_template import likely_ranks, template
+from outpace.drafting.successor_table import EMPTY, Successors
 from outpace.errors import UsageError
-from outpace.grafting import Gate, Grafting, likely_ranks, template
 from outpace.methods.draft import Draft
 from outpace.methods.graft import Graft
-from outpace.models.base import LM
-from outpace.policy import Policy
-from outpace.sample import Sampler
-from outpace.sequence import Limits
-from outpace.settings import Sampling
-from outpace.successors import EMPTY, Successors
+from outpace.sampling.sampler import Sampler
+from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
-from outpace.trace import Trace, TraceWriter, read
-from outpace.tree import Budget, Floor, Tree
-from outpace.verify import Match
+from outpace.tracing.trace import Trace, TraceWriter, read
 
 runner = CliRunner()
 steady = settings(derandomize=True, deadline=None, max_examples=100)
@@ -62,21 +64,21 @@ def tree_of(paths: dict[tuple[int, ...], float]) -> Tree:
 
 def test_a_draft_is_cut_at_the_first_gate_it_does_not_pass() -> None:
     tree = tree_of({(1,): 0.6, (2,): 0.3, (1, 3): 0.5, (1, 4): 0.2, (2, 5): 0.9, (1, 3, 6): 0.9})
-    assert grafting.reach(tree) == pytest.approx([1, 0.6, 0.3, 0.3, 0.12, 0.27, 0.27])
-    sure = grafting.prune(tree, [Gate(1, 0.5, 0.1), Gate(2, 0.2, 0.1)], 10)
+    assert graft_gates.reach(tree) == pytest.approx([1, 0.6, 0.3, 0.3, 0.12, 0.27, 0.27])
+    sure = graft_gates.prune(tree, [Gate(1, 0.5, 0.1), Gate(2, 0.2, 0.1)], 10)
     assert spelled(sure) == spelled(tree)
-    cut = grafting.prune(tree, [Gate(1, 0.5, 0.1), Gate(2, 0.3, 0.3)], 10)
+    cut = graft_gates.prune(tree, [Gate(1, 0.5, 0.1), Gate(2, 0.3, 0.3)], 10)
     assert spelled(cut) == {(1,), (2,), (1, 3)}  # of depth 2 at most, the three likeliest
-    first = grafting.prune(tree, [Gate(1, 0.6, 0.1), Gate(2, 0.3, 0.3)], 10)
+    first = graft_gates.prune(tree, [Gate(1, 0.6, 0.1), Gate(2, 0.3, 0.3)], 10)
     assert spelled(first) == {(1,)}
-    assert spelled(grafting.prune(tree, [], 2)) == {(1,), (2,)}
-    assert len(grafting.prune(Tree([0]), [Gate(1, 1.0, 0.1)], 5)) == 1
+    assert spelled(graft_gates.prune(tree, [], 2)) == {(1,), (2,)}
+    assert len(graft_gates.prune(Tree([0]), [Gate(1, 1.0, 0.1)], 5)) == 1
 
 
 def test_a_node_without_a_chance_is_not_doubted() -> None:
     tree = Tree.chain([0, 1, 2])
-    assert grafting.reach(tree) == [1, 1, 1]
-    assert spelled(grafting.prune(tree, [Gate(1, 0.99, 0.1)], 4)) == {(1,), (1, 2)}
+    assert graft_gates.reach(tree) == [1, 1, 1]
+    assert spelled(graft_gates.prune(tree, [Gate(1, 0.99, 0.1)], 4)) == {(1,), (1, 2)}
 
 
 @steady
@@ -108,21 +110,21 @@ def test_the_template_fills_what_is_left_and_no_more() -> None:
     known = successors({0: [1, 2, 3], 1: [4, 5, EMPTY], 2: [6, 7, 8], 4: [9, 9, 9]})
     slots = template(likely_ranks(3, 3), 30, 3)
     tree = tree_of({(1,): 0.9, (1, 4): 0.9, (7,): 0.2})
-    filled = grafting.fill(tree, slots, known, Budget(3, 8, 6), "table")
+    filled = graft_gates.fill(tree, slots, known, Budget(3, 8, 6), "table")
     assert len(filled) == 9
     assert {(1,), (1, 4), (7,)} <= spelled(filled)  # what was there stays, and is not there twice
     assert [filled.sources.get(node) for node in range(1, 9)] == [None] * 3 + ["table"] * 5
     assert (1, 4, 9) in spelled(filled)  # successors of a node that the draft had already
-    narrow = grafting.fill(tree_of({(1,): 0.9}), slots, known, Budget(2, 20, 2), "table")
+    narrow = graft_gates.fill(tree_of({(1,): 0.9}), slots, known, Budget(2, 20, 2), "table")
     assert max(narrow.depths) == 2 and all(len(narrow.children(node)) <= 2 for node in range(len(narrow)))
-    assert len(grafting.fill(Tree([50]), slots, known, Budget(3, 8, 6), "table")) == 1  # nothing is known of it
+    assert len(graft_gates.fill(Tree([50]), slots, known, Budget(3, 8, 6), "table")) == 1  # nothing is known of it
 
 
 def test_a_chain_goes_on_with_first_successors() -> None:
     known = successors({5: [6, 1, 2], 6: [7, 1, 2], 7: [EMPTY] * 3})
-    chain = grafting.extend(Tree.chain([4, 5]), known, likely_ranks(), Budget(6, 6), "table")
+    chain = graft_gates.extend(Tree.chain([4, 5]), known, likely_ranks(), Budget(6, 6), "table")
     assert chain.tokens == [4, 5, 6, 7] and chain.is_chain
-    assert len(grafting.extend(Tree.chain([4, 5]), known, likely_ranks(), Budget(2, 2), "table")) == 3
+    assert len(graft_gates.extend(Tree.chain([4, 5]), known, likely_ranks(), Budget(2, 2), "table")) == 3
 
 
 @pytest.mark.parametrize(
@@ -285,8 +287,8 @@ def test_traces_that_do_not_tell_are_refused(traced: Traced, tmp_path: Path) -> 
 def test_a_calibrated_graft_is_lossless_and_stops(traced: Traced, tmp_path: Path) -> None:
     path, model, draft = tmp_path / "c.json", Model(ToyLM(3)), ToyLM(2)
     found = calibrate([traced.trace], nodes=24, level=0.5)
-    calibrated.write(path, {"graft": found.grafting.to_dict()})
-    assert Grafting.of(calibrated.section(path, "graft")) == found.grafting
+    tuning_file.write(path, {"graft": found.grafting.to_dict()})
+    assert Grafting.of(tuning_file.section(path, "graft")) == found.grafting
     given = dict(method="graft", inner="draft:width=3,depth=6,nodes=18", draft=draft, nodes=24, max_tokens=40)
     plain = [model.generate(prompt, method="plain", max_tokens=40).tokens for prompt in PROMPTS]
     deepest = {}
@@ -336,7 +338,7 @@ def test_wrong_files_are_one_line(traced: Traced, tmp_path: Path) -> None:
     }.items():  # fmt: skip
         with pytest.raises(UsageError, match=message):
             registry.method("graft", calibration=str(path))
-    calibrated.write(other, {"via_sd": {"layers": [0]}})
+    tuning_file.write(other, {"via_sd": {"layers": [0]}})
     with pytest.raises(UsageError, match="has nothing for 'graft', only for via_sd"):
         registry.method("graft", calibration=str(other))
     other.write_text('{"format": "outpace-calibration", "version": 9}')

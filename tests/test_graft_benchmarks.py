@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from outpace import calibrated
-from outpace.api import Model
-from outpace.bench.tasks import Prompt
+from outpace.api.model import Model
+from outpace.drafting import tuning_file
+from outpace.prompts.tasks import Prompt
 from outpace.testing import ByteTokenizer, ToyLM
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -37,7 +37,7 @@ def test_graft(script: ModuleType) -> None:
 @pytest.mark.parametrize("script", ["via_sd"], indirect=True)
 @pytest.mark.parametrize("timed", [False, True])
 def test_via_sd(script: ModuleType, timed: bool, tmp_path: Path) -> None:
-    calibrated.write(tmp_path / "c.json", {"via_sd": {"layers": [0, 1, 3]}})
+    tuning_file.write(tmp_path / "c.json", {"via_sd": {"layers": [0, 1, 3]}})
     asked = ["--samples", "50", "--max-tokens", "8", "--calibration", str(tmp_path / "c.json"), "--rounds", "1"]
     given = script.arguments().parse_args(asked + ([] if timed else ["--untimed"]))
     model, draft = Model(ToyLM(4, vocab=257), ByteTokenizer()), Model(ToyLM(2, vocab=257), ByteTokenizer())

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from outpace.core.lm import Scores
+from outpace.core.sequence import Limits, Sequence
+from outpace.core.tree import Tree
+from outpace.core.verifier import Match, Verifier
 from outpace.errors import RequestFailed, UsageError
-from outpace.grammar import Grammar, GrammarCompiler
-from outpace.models.base import Scores
-from outpace.sample import Sampler
-from outpace.sequence import Limits, Sequence
-from outpace.settings import Sampling
-from outpace.tree import Tree
-from outpace.verify import Match, Residual, Verifier
+from outpace.sampling.grammar import Grammar, GrammarCompiler
+from outpace.sampling.sampler import Sampler
+from outpace.sampling.settings import Sampling
+from outpace.verifiers.residual import Residual
 
 pytest.importorskip("llguidance")
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import outpace
-from outpace.api import Model
-from outpace.engine import Engine
-from outpace.models import captured, graph
-from outpace.models.ahead import Ahead, Doubt
-from outpace.models.captured import COLUMNS, FOUND, Captured, Left, Size
-from outpace.models.fast import FastLM
-from outpace.models.graph import GraphLM
-from outpace.models.hf import PackedLM
-from outpace.models.kernels import cpu, kept
-from outpace.request import Request
-from outpace.sample import Pick
-from outpace.tree import Tree
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.core.engine import Engine
+from outpace.core.tree import Tree
+from outpace.models.compiled import captured, cuda_graph
+from outpace.models.compiled.captured import COLUMNS, FOUND, Captured, Left, Size
+from outpace.models.compiled.cpu import FastLM
+from outpace.models.compiled.cuda_graph import GraphLM
+from outpace.models.compiled.run_ahead import Ahead, Doubt
+from outpace.models.hf.lm import PackedLM
+from outpace.models.kernels import cpu, sample_filtered
+from outpace.sampling.sampler import Pick
 from tests import tiny_models
 from tests.callers import Way, check, generate_inside_a_stream, streams_in_turn
 
@@ -103,7 +103,7 @@ def model(fast: FastLM, monkeypatch: pytest.MonkeyPatch) -> Model:
     monkeypatch.setattr(torch.cuda, "Event", Instant)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(graph, "Staging", Unpinned)
+    monkeypatch.setattr(cuda_graph, "Staging", Unpinned)
     fast.clear()
     return Model(Graphless(fast))
 
@@ -164,7 +164,7 @@ def test_what_is_staged_is_what_eager_passes_are_given(method: str, sampling: st
 def test_choices_that_a_graph_is_not_sure_of_are_made_again(
     model: Model, slow: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "MOST", 4)  # tokens that it looks at
+    monkeypatch.setattr(sample_filtered, "MOST", 4)  # tokens that it looks at
     again, filtered = list[int](), GraphLM._filtered
     monkeypatch.setattr(GraphLM, "_filtered", lambda *given: again.append(1) or filtered(*given))
     settings = [{"method": "plain", "max_tokens": 16, "temperature": 1.5, "top_p": 0.9, "seed": i} for i in range(5)]

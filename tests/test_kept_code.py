@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import outpace
-from outpace.models import compiled, kept_code
-from outpace.models.fast import FastLM
+from outpace.models.compiled import code_cache, layers
+from outpace.models.compiled.cpu import FastLM
 from outpace.models.kernels import cpu
 from tests import tiny_models
 
@@ -21,7 +21,7 @@ PROMPTS = [[5, 9, 2, 7] * 4, [1, 2, 3], list(range(20, 60))]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(kept_code, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(code_cache, "cache_dir", lambda: tmp_path)
     yield tmp_path / "layers"
 
 
@@ -35,7 +35,7 @@ def texts(model: outpace.Model) -> list[list[int]]:
     return [c.tokens for c in model.generate(PROMPTS, method="recycling", temperature=0.9, max_tokens=16)]
 
 
-def kinds(model: outpace.Model) -> list[compiled.Kind]:
+def kinds(model: outpace.Model) -> list[layers.Kind]:
     assert isinstance(model.lm, FastLM)
     return model.lm.layer_kinds
 
@@ -49,7 +49,7 @@ def test_code_is_compiled_once(kind: str, folder: Path, monkeypatch: pytest.Monk
     first = fast(kind)
     expected, count = texts(first), len(kinds(first))
     assert len(list(folder.iterdir())) == count and not any(k.kept for k in kinds(first))
-    monkeypatch.setattr(compiled.Kind, "backend", never)
+    monkeypatch.setattr(layers.Kind, "backend", never)
     again = fast(kind)
     assert all(k.kept and k.direct for k in kinds(again)) and len(kinds(again)) == count
     assert texts(again) == expected
@@ -64,12 +64,12 @@ def test_code_of_another_kind_is_not_used(folder: Path, monkeypatch: pytest.Monk
     assert len(list(folder.iterdir())) == 2 and not any(k.kept for k in kinds(other))
     monkeypatch.setattr(torch, "__version__", "0.0")
     layer = tiny_models.MODELS["llama"]().float().model.layers[0]
-    assert kept_code.place(layer, "about") != mine
-    places = {kept_code.place(layer, "about")}
+    assert code_cache.place(layer, "about") != mine
+    places = {code_cache.place(layer, "about")}
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another processor")
-    places.add(kept_code.place(layer, "about"))
+    places.add(code_cache.place(layer, "about"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    places.add(kept_code.place(layer, "about"))
+    places.add(code_cache.place(layer, "about"))
     assert len(places) == 3
 
 
@@ -89,13 +89,13 @@ def test_what_is_broken_is_compiled_again(broken: str, folder: Path) -> None:
 
 def test_code_that_gives_wrong_numbers_is_thrown_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = texts(fast())
-    load = kept_code.load
+    load = code_cache.load
 
-    def off(place: Path) -> kept_code.Code | None:
+    def off(place: Path) -> code_cache.Code | None:
         found = load(place)
         return None if found is None else found._replace(call=lambda *given: [found.call(*given)[0] * 1.5])
 
-    monkeypatch.setattr(kept_code, "load", off)
+    monkeypatch.setattr(code_cache, "load", off)
     again = fast()
     assert not any(k.kept for k in kinds(again)) and texts(again) == expected
 

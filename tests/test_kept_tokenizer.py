@@ -11,8 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import outpace
-from outpace.api import Model
-from outpace.gguf.kept_tokenizer import KeptTokenizer, render
+from outpace.api.model import Model
+from outpace.models.gguf.tokenizer_cache import KeptTokenizer, render
 from tests.conftest import SMOLLM2
 from tests.test_gguf import PROBES
 

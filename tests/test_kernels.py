@@ -17,12 +17,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outpace import noise
-from outpace.models.kernels import attention, choice, kept, linear, runtime
+from outpace.models.kernels import attention, linear, sample, sample_filtered, triton_runtime
 from outpace.models.kernels.attention import Config, Rule, Seen
 from outpace.models.kernels.linear import Bytes, Matrices
-from outpace.sample import Sampler
-from outpace.settings import Sampling
+from outpace.sampling import noise
+from outpace.sampling.sampler import Sampler
+from outpace.sampling.settings import Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
@@ -153,7 +153,7 @@ def test_attention_leaves_its_counters_as_they_were() -> None:
         found = attention.launch(q, keys, values, seen, Rule(0.25), cut)
         torch.testing.assert_close(found.double().cpu(), dense(q, keys, values, seen, Rule(0.25)), atol=2e-5, rtol=0)
         assert torch.equal(found, attention.launch(q, keys, values, seen, Rule(0.25), cut))
-        assert not runtime.counters(q.device, 1).any()
+        assert not triton_runtime.counters(q.device, 1).any()
 
 
 def test_attention_of_no_job_is_zero_wherever_its_tokens_are() -> None:
@@ -188,7 +188,7 @@ def test_who_arrives_last_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(type(builder), "set_grid_idx", backwards)
     assert all(torch.equal(a, b) for a, b in zip(run(), want, strict=True))
-    assert not runtime.counters(x.device, 1).any()
+    assert not triton_runtime.counters(x.device, 1).any()
 
 
 # Linear.
@@ -243,7 +243,7 @@ def test_a_row_does_not_depend_on_the_others(split: int, dtype: torch.dtype) -> 
 
 
 def test_linears_leave_their_counters_as_they_were() -> None:
-    first = runtime.counters(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE), 1)
+    first = triton_runtime.counters(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE), 1)
     for _ in range(2):  # shapes and splits one after the other, in one workspace
         for t, k, sizes, split in (
             (1, 96, [50, 20], 3),
@@ -259,15 +259,17 @@ def test_linears_leave_their_counters_as_they_were() -> None:
                 torch.testing.assert_close(out, x @ w.T + b, atol=2e-5, rtol=2e-5)
             again = linear.launch(x, Matrices(weights, [], biases), linear.Config(16, 16, split))
             assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-            assert runtime.counters(x.device, 1) is first and not first.any()
+            assert triton_runtime.counters(x.device, 1) is first and not first.any()
 
 
 def test_counters_grow_and_the_old_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_COUNTERS", {})
+    monkeypatch.setattr(triton_runtime, "_COUNTERS", {})
     device = torch.device(DEVICE)
-    few, many = runtime.counters(device, 5), runtime.counters(device, 2**15 + 1)
+    few, many = triton_runtime.counters(device, 5), triton_runtime.counters(device, 2**15 + 1)
     assert len(few) < len(many) and not few.any() and not many.any()
-    assert runtime.counters(device, 5) is many and runtime._COUNTERS[device][0] is few  # a graph may hold it
+    assert (
+        triton_runtime.counters(device, 5) is many and triton_runtime._COUNTERS[device][0] is few
+    )  # a graph may hold it
 
 
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)])
@@ -324,7 +326,7 @@ def test_choice_is_the_samplers(vocab: int, dtype: torch.dtype) -> None:
     heat = torch.tensor(temperatures, device=DEVICE, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     for seed in (0, 2**40 + 7):
         positions = [seed % 11 + i for i in range(len(temperatures))]
-        tokens, best, prob, sure = choice.launch(logits, words_at(seed, positions), heat, block=64).chosen
+        tokens, best, prob, sure = sample.launch(logits, words_at(seed, positions), heat, block=64).chosen
         samplers = [Sampler(Sampling(temperature=t, seed=seed)) for t in temperatures]
         want = [s.choose(row, [0] * p) for s, row, p in zip(samplers, logits, positions, strict=True)]
         assert tokens.tolist() == want
@@ -338,7 +340,7 @@ def test_choice_is_the_samplers(vocab: int, dtype: torch.dtype) -> None:
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(1, 90))
 def test_the_noise_is_that_of_the_library(seed: int, position: int, vocab: int) -> None:
     logits = torch.zeros(1, vocab, device=DEVICE)  # the noise alone chooses
-    tokens, *_ = choice.launch(logits, words_at(seed, [position]), torch.ones(1, device=DEVICE), block=32).chosen
+    tokens, *_ = sample.launch(logits, words_at(seed, [position]), torch.ones(1, device=DEVICE), block=32).chosen
     assert int(tokens) == int(noise.gumbel(torch.arange(vocab), seed, position).argmax())
 
 
@@ -349,7 +351,7 @@ def test_choice_takes_the_first_of_equals_and_tells_what_is_not_finite() -> None
     logits[2, 99] = math.inf
     logits[3] = -math.inf
     words, heat = words_at(0, [0] * 5), torch.tensor([0, 1, 0, 1, 0.0], device=DEVICE)
-    tokens, best, *_ = choice.launch(logits, words, heat, block=32).chosen
+    tokens, best, *_ = sample.launch(logits, words, heat, block=32).chosen
     assert tokens[0] == 40 and best[0] == 1 and tokens[4] == 0 and best[4] == 0
     assert not best[1:4].isfinite().any()
     assert (tokens >= 0).all() and (tokens < 100).all()
@@ -380,7 +382,7 @@ def test_choice_among_what_filters_leave_is_the_samplers(dtype: torch.dtype, tem
         heat = torch.full([count], temperature, device=DEVICE, dtype=torch.float64)
         positions = list(range(7, 7 + count))
         words, limits = words_at(seed, positions), limits_of(FILTERS)
-        found = kept.launch(logits, words, heat, limits, block=64, most=128)
+        found = sample_filtered.launch(logits, words, heat, limits, block=64, most=128)
         samplers = [Sampler(Sampling(temperature=temperature, seed=seed, **given)) for given in FILTERS]
         assert found[3].all()
         assert found[0].tolist() == [s.choose(x, [0] * p) for s, x, p in zip(samplers, logits, positions, strict=True)]
@@ -402,7 +404,7 @@ def test_a_choice_is_sure_or_told_to_be_unsure(given: dict[str, Any], how_often:
     logits = (-torch.arange(300, device=DEVICE) / 40).expand(len(seeds), -1)  # 64 are sorted: within 1.6 of the first
     words = torch.cat([words_at(seed, [3]) for seed in seeds])
     heat, limits = torch.ones(len(seeds), device=DEVICE), limits_of([given] * len(seeds))
-    tokens, _, _, sure = kept.launch(logits, words, heat, limits, 128, 64)
+    tokens, _, _, sure = sample_filtered.launch(logits, words, heat, limits, 128, 64)
     due = [Sampler(Sampling(temperature=1.0, seed=seed, **given)).choose(logits[0], [0] * 3) for seed in seeds]
     assert all(token == want for token, want, told in zip(tokens.tolist(), due, sure.tolist(), strict=True) if told)
     assert {"always": sure.all(), "often": 12 < sure.sum() < 24, "never": not sure.any()}[how_often]
@@ -431,7 +433,9 @@ def test_logits_that_cannot_be_chosen_from_are_told_with_filters_too() -> None:
     logits = torch.zeros(3, 100, device=DEVICE)
     logits[0, 3], logits[1, 7], logits[2] = math.nan, math.inf, -math.inf
     limits = limits_of([{"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}])
-    tokens, best, *_ = kept.launch(logits, words_at(0, [0] * 3), torch.ones(3, device=DEVICE), limits, 32, 64)
+    tokens, best, *_ = sample_filtered.launch(
+        logits, words_at(0, [0] * 3), torch.ones(3, device=DEVICE), limits, 32, 64
+    )
     assert not best.isfinite().any() and (tokens >= 0).all() and (tokens < 100).all()
 
 
@@ -455,7 +459,7 @@ def test_operators_compile_into_one_graph() -> None:
     def step(words: Tensor, heat: Tensor) -> Tensor:
         mixed = attention.attend(q, keys, values, seen, Rule(0.25)).flatten(1)
         (logits,) = linear.linears(mixed, weights, [], [None])
-        return choice.choose(logits, words, heat)[0]
+        return sample.choose(logits, words, heat)[0]
 
     args = words_at(0, list(range(5))), torch.ones(5, device=DEVICE)
     assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(*args), step(*args))
@@ -469,7 +473,7 @@ def test_operators_are_captured() -> None:
 
     def step() -> list[Tensor]:
         mixed = attention.attend(q, keys, values, seen, Rule(0.125))
-        return [mixed, *linear.linears(x, weights, [], [None, None]), *choice.choose(*args)]
+        return [mixed, *linear.linears(x, weights, [], [None, None]), *sample.choose(*args)]
 
     want, graph = step(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -14,10 +14,10 @@ from transformers import LogitsProcessor
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 from outpace import registry
-from outpace.api import Model
-from outpace.models.base import LM
-from outpace.request import Request
-from outpace.stream import Completion
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.api.stream import Completion
+from outpace.core.lm import LM
 from tests.conftest import LOSSLESS as METHODS, settings_of
 
 TREES: dict[str, dict[str, Any]] = {

@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSe
 
 import outpace
 from outpace import Tree, UnsupportedModel, UsageError, registry
-from outpace.models.hf import PackedLM, adapt
-from outpace.models.native import NativeLM
-from outpace.slim import Layered
+from outpace.drafting.slim_search import Layered
+from outpace.models.adapt import adapt
+from outpace.models.hf.lm import PackedLM
+from outpace.models.hf.snapshot import NativeLM
 from tests.tiny_models import GROUPED, MODELS, NATIVE, PACKED, SHAPE, VOCAB, blurred, build
 
 TREE = Tree([7, 8, 9, 10, 11, 12, 13], [-1, 0, 0, 1, 1, 2, 3])  # two branches, one of which branches again

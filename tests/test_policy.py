@@ -13,26 +13,17 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from outpace import POLICIES, Drafter, Model, Sequence, Step, registry
+from outpace.core.policy import Policy
+from outpace.core.sequence import Limits
+from outpace.core.tree import Budget, Signal, Tree
+from outpace.core.verifier import Match
 from outpace.errors import UsageError
-from outpace.policy import (
-    TOP,
-    Confidence,
-    Entropy,
-    Example,
-    Heuristic,
-    Learned,
-    Policy,
-    best_threshold,
-    examples,
-    features,
-    fit,
-)
-from outpace.sample import Sampler
-from outpace.sequence import Limits
-from outpace.settings import Sampling
+from outpace.policies.adaptive import Confidence, Entropy, Heuristic, best_threshold
+from outpace.policies.judged import TOP, Example, examples, features
+from outpace.policies.learned import Learned, fit
+from outpace.sampling.sampler import Sampler
+from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
-from outpace.tree import Budget, Signal, Tree
-from outpace.verify import Match
 
 steady = settings(derandomize=True, deadline=None, max_examples=200)
 every = pytest.mark.parametrize("name", POLICIES)

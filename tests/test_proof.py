@@ -10,27 +10,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace import noise, registry, sample, verify
-from outpace.api import Model
-from outpace.drafter import Drafter
+from outpace import registry
+from outpace.api.load import wrap
+from outpace.api.model import Model
+from outpace.api.stream import Mailbox
+from outpace.core import verifier as verify
+from outpace.core.drafter import Drafter
+from outpace.core.lm import LM, Scores
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import ROOT, Budget, Tree
+from outpace.drafting.model_drafter import Growth
 from outpace.errors import UsageError
-from outpace.growth import Growth
-from outpace.loading import wrap
 from outpace.methods.draft import Draft
-from outpace.models import attention, base, cache
-from outpace.models.base import LM, Scores
-from outpace.proof import judge, law
-from outpace.proof.expected import expected_law
-from outpace.proof.plan import Plan, Subject
-from outpace.proof.price import is_right, kl_divergence
-from outpace.proof.records import Check
-from outpace.proof.suite import Question, answered, questions, subjects_of
-from outpace.sample import Sampler
-from outpace.sequence import Sequence, Step
-from outpace.settings import Sampling
-from outpace.stream import Mailbox
+from outpace.models import slots
+from outpace.models.hf import attention, cache
+from outpace.sampling import noise, sampler as sample
+from outpace.sampling.sampler import Sampler
+from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
-from outpace.tree import ROOT, Budget, Tree
+from outpace.verifiers import residual
+from outpace.verify import distribution as law, judge
+from outpace.verify.expected import expected_law
+from outpace.verify.lossy import is_right, kl_divergence
+from outpace.verify.plan import Plan, Subject
+from outpace.verify.records import Check
+from outpace.verify.suite import Question, answered, questions, subjects_of
 from tests import tiny_models
 from tests.conftest import LOSSLESS, settings_of
 
@@ -102,15 +106,15 @@ class Lenient(verify.Match):
             guessed = [tree.tokens[child] for child in tree.children(node) if tree.tokens[child] in near]
             return guessed[0] if guessed else seq.sampler.choose(scores.logits[node], seq.tokens)
 
-        return verify._descend(seq, tree, scores.logits, choose)
+        return verify.descend(seq, tree, scores.logits, choose)
 
 
 @dataclass(frozen=True)
-class Biased(verify.Residual):
+class Biased(residual.Residual):
     """Rejection without the residual: after a rejection it draws from the whole law again."""
 
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
-        chance, path, start = verify.Keyed(seq, [0]), [ROOT], len(seq.tokens)
+        chance, path, start = residual.Keyed(seq, [0]), [ROOT], len(seq.tokens)
         while True:
             node = path[-1]
             law = seq.sampler.law(scores.logits[node], seq.tokens)
@@ -179,7 +183,7 @@ def test_a_wrong_acceptance_rule(toy: Model, toy_draft: LM) -> None:
 def test_a_wrong_mask(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention._mask
 
-    def siblings_see_each_other(job: base.Job, window: int | None) -> Tensor:
+    def siblings_see_each_other(job: slots.Job, window: int | None) -> Tensor:
         mask = right(job, window)
         return mask if job.tree is None else mask | (torch.arange(job.end) >= job.start + len(job.pending))
 
@@ -188,18 +192,18 @@ def test_a_wrong_mask(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_position_that_is_off_by_one(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = base.Job.positions.fget  # type: ignore[attr-defined]
+    right = slots.Job.positions.fget  # type: ignore[attr-defined]
 
-    def shifted(job: base.Job) -> list[int]:
+    def shifted(job: slots.Job) -> list[int]:
         return [p + (i > len(job.pending)) for i, p in enumerate(right(job))]
 
-    monkeypatch.setattr(base.Job, "positions", property(shifted))
+    monkeypatch.setattr(slots.Job, "positions", property(shifted))
     caught(llama, {"method": "recycling", "nodes": 12}, "greedy = plain")
 
 
 def test_a_position_that_is_wrong_in_plain_decoding_too(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = base.Job.positions.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(base.Job, "positions", property(lambda job: [p + (p > 9) for p in right(job)]))
+    right = slots.Job.positions.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(slots.Job, "positions", property(lambda job: [p + (p > 9) for p in right(job)]))
     found = check(llama, Subject("ngram", {"method": "ngram"}))
     assert {"plain: every token", "plain: greedy = Transformers"} <= failures(found)
 
@@ -343,7 +347,7 @@ def test_the_expected_law_is_that_of_the_sampler(sampling: Sampling, toy: Model)
 
 
 def outpace_request(prompt: list[int], settings: dict[str, Any]) -> Any:
-    from outpace.request import Request
+    from outpace.api.request import Request
 
     return Request.of(prompt, settings)
 

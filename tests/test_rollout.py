@@ -14,20 +14,20 @@ from torch import nn
 
 import outpace
 from outpace import registry
-from outpace.api import Model
+from outpace.api.model import Model
+from outpace.api.rollouts import Rollout, merged
+from outpace.core.lm import LM
 from outpace.errors import UsageError
 from outpace.heads import store
-from outpace.models.base import LM
-from outpace.models.fast import FastLM
-from outpace.models.halves import Halves
-from outpace.models.hf import PackedLM
+from outpace.models.compiled.cpu import FastLM
+from outpace.models.hf.bf16_copies import Halves
+from outpace.models.hf.lm import PackedLM
 from outpace.models.kernels import cpu
-from outpace.proof.expected import expected_law
-from outpace.proof.law import sampled_law
-from outpace.proof.plan import Plan, Subject
-from outpace.rollouts import Rollout, merged
-from outpace.settings import Sampling
+from outpace.sampling.settings import Sampling
 from outpace.testing import ByteTokenizer, ToyLM
+from outpace.verify.distribution import sampled_law
+from outpace.verify.expected import expected_law
+from outpace.verify.plan import Plan, Subject
 from tests.tiny_models import GROUPED, build
 
 PROMPTS = [[1, 2, 3, 1, 2], list(range(20))]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from outpace.rota import LONGEST, SAMPLE, Rest, Rota
+from outpace.policies.controller.backoff import LONGEST, SAMPLE, Rest, Rota
 
 NOTHING, MUCH = -1.0, 10.0  # seconds that asking gains
 

@@ -28,10 +28,19 @@ from transformers import (
 )
 
 from outpace.errors import RequestFailed, UsageError
-from outpace.noise import WORD, gumbel, keys, mix, uniform, words, words_of
-from outpace.processors import Banned, CountPenalty, Custom, LogitBias, MinTokens, RepetitionPenalty, Rules, build
-from outpace.sample import Processor, Sampler
-from outpace.settings import Sampling
+from outpace.sampling.noise import WORD, gumbel, keys, mix, uniform, words, words_of
+from outpace.sampling.processors import (
+    Banned,
+    CountPenalty,
+    Custom,
+    LogitBias,
+    MinTokens,
+    RepetitionPenalty,
+    Rules,
+    build,
+)
+from outpace.sampling.sampler import Processor, Sampler
+from outpace.sampling.settings import Sampling
 
 ALPHA = 1e-3  # seeds are fixed, so a test that passes once passes always
 VOCAB = 11

@@ -18,22 +18,22 @@ import outpace
 from outpace import registry
 from outpace.advise.rank import Candidate, replay
 from outpace.advise.recording import record
-from outpace.api import Model
-from outpace.cli import app
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.cli.common import app
+from outpace.core.tree import Tree
+from outpace.drafting.layer_search import Probe, Sample, agreement, gain, parse, spell, tokens_per_pass, without
 from outpace.errors import UnsupportedModel, UsageError
-from outpace.layers import Probe, Sample, agreement, gain, parse, spell, tokens_per_pass, without
-from outpace.models import prune
-from outpace.models.base import Job
-from outpace.models.cache import SlotCache
+from outpace.models.adapt import adapt
 from outpace.models.cacheless import CachelessLM
-from outpace.models.early import EarlyLM
-from outpace.models.hf import PackedLM, adapt
-from outpace.models.job import Begun
-from outpace.models.native import NativeLM
-from outpace.request import Request
-from outpace.settings import Sampling
+from outpace.models.early_exit import EarlyLM
+from outpace.models.hf import checkpoint
+from outpace.models.hf.cache import SlotCache
+from outpace.models.hf.lm import PackedLM
+from outpace.models.hf.snapshot import NativeLM
+from outpace.models.segment import Begun, Job
+from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
-from outpace.tree import Tree
 from tests.test_models import PROMPTS, assert_same, only_layers, text, tiny, tokens, transformers_logits, wrapped
 from tests.tiny_models import NATIVE, PACKED, build
 
@@ -383,7 +383,7 @@ def test_advice_replays_them_with_the_layers_themselves(method: str, toy: Model)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "smollm3", "gpt2", "gpt_oss", "bloom"])
 def test_a_pruned_checkpoint_is_a_model_of_these_layers(name: str, tmp_path: Path):
     model, folder = tiny(name), tmp_path / "drafts" / "small"
-    prune.save(model, [0, 2], ByteTokenizerFiles(), folder, "how it was made")
+    checkpoint.save(model, [0, 2], ByteTokenizerFiles(), folder, "how it was made")
     small = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
     assert small.config.num_hidden_layers == 2 and model.config.num_hidden_layers == 3
     if getattr(model.config, "layer_types", None):
@@ -403,25 +403,25 @@ class ByteTokenizerFiles:
 
 def test_a_checkpoint_takes_16_bits_where_that_loses_nothing(tmp_path: Path):
     model = build("llama", torch.float32, tie_word_embeddings=True).to(torch.bfloat16).float()
-    prune.save(model, [0], None, tmp_path / "short", "")
+    checkpoint.save(model, [0], None, tmp_path / "short", "")
     small = AutoModelForCausalLM.from_pretrained(tmp_path / "short", dtype="auto")
     assert small.dtype == torch.bfloat16 and model.dtype == torch.float32
     assert small.lm_head.weight is small.model.embed_tokens.weight
-    prune.save(build("llama", torch.float32), [0], None, tmp_path / "long", "")
+    checkpoint.save(build("llama", torch.float32), [0], None, tmp_path / "long", "")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "long", dtype="auto").dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["jamba", "mamba2", "deepseek_v3"])
 def test_a_model_whose_config_cannot_say_it_is_refused(name: str, tmp_path: Path):
     with pytest.raises(UnsupportedModel, match="layers"):
-        prune.save(tiny(name), [1, 2], None, tmp_path / "small", "")
+        checkpoint.save(tiny(name), [1, 2], None, tmp_path / "small", "")
     assert not list(tmp_path.iterdir())
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = wrapped("llama")
-    monkeypatch.setattr("outpace.cli.prune.load_model", lambda name, how: model)
-    monkeypatch.setattr("outpace.bench.tasks.encode", lambda prompt, lm: text(20, len(prompt.turns[0])))
+    monkeypatch.setattr("outpace.cli.training.prune.load_model", lambda name, how: model)
+    monkeypatch.setattr("outpace.prompts.tasks.encode", lambda prompt, lm: text(20, len(prompt.turns[0])))
     folder = tmp_path / "small"
 
     def run(*arguments: str) -> Result:

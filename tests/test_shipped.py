@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outpace.api import Model
+from outpace.api.model import Model
 from outpace.heads import store
 
 LARGEST = 16_000_000  # bytes

@@ -15,13 +15,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outpace.api import Model
-from outpace.cli import app
+from outpace.api.model import Model
+from outpace.api.stream import Completion
+from outpace.cli.common import app
 from outpace.errors import OutpaceError
-from outpace.show import page, terminal
-from outpace.stream import Completion
 from outpace.testing import ByteTokenizer, ToyLM
-from outpace.trace import Trace, TraceWriter, read, reason
+from outpace.tracing.trace import Trace, TraceWriter, read, reason
+from outpace.tracing.viewer import page, terminal
 
 runner = CliRunner()
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><b>&lt;\u2028"

@@ -14,25 +14,26 @@ import torch
 from torch import Tensor
 
 import outpace
-from outpace import growth, headed, registry, slots
-from outpace.api import Model
+from outpace import registry
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.core.lm import Ends
+from outpace.core.sequence import Sequence
+from outpace.core.tree import Budget, Tree
+from outpace.drafting import head_drafter, model_drafter, parallel_trees
+from outpace.drafting.candidates import outlooks
+from outpace.drafting.head_drafter import Slotted
+from outpace.drafting.linked_heads import LinkedLM
 from outpace.errors import Headless, UsageError
-from outpace.headed import Slotted
 from outpace.heads import store
 from outpace.heads.base import Head
 from outpace.heads.block import Block
 from outpace.heads.parallel import Parallel, Text
-from outpace.linked import LinkedLM
-from outpace.models.ends import Ends
-from outpace.models.fed import FedFast, fed
-from outpace.outlook import outlooks
-from outpace.proof.law import sampled_law
-from outpace.proof.plan import Plan, Subject
-from outpace.request import Request
-from outpace.sequence import Sequence
-from outpace.settings import Sampling
+from outpace.models.head_lm import FedFast, fed
+from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
-from outpace.tree import Budget, Tree
+from outpace.verify.distribution import sampled_law
+from outpace.verify.plan import Plan, Subject
 from tests.test_branch import paths
 from tests.tiny_models import GROUPED, build
 
@@ -83,14 +84,14 @@ def test_best_first_is_the_best_of_all_trees(given: dict[str, Any]) -> None:
             if all(len(path) == 1 or path[:-1] in some for path in some):
                 best[len(some)] = max(best[len(some)], sum(worth[path] for path in some))
         for count in range(1, len(nodes) + 1):
-            tree = slots.grow(seq, logits, Budget(3, count, 2))
+            tree = parallel_trees.grow(seq, logits, Budget(3, count, 2))
             assert len(tree) == count + 1
             assert sum(worth[path] for path in spelled(tree)) == pytest.approx(best[count])
 
 
 def test_a_budget_is_kept_and_nodes_say_how_sure_they_are() -> None:
     seq, logits = sequence(), laws(4)
-    tree = slots.grow(seq, logits, Budget(2, 9, 3))
+    tree = parallel_trees.grow(seq, logits, Budget(2, 9, 3))
     assert len(tree) == 10 and max(tree.depths) == 2
     assert max(len(tree.children(node)) for node in range(len(tree))) <= 3
     law = logits.softmax(-1)
@@ -100,12 +101,12 @@ def test_a_budget_is_kept_and_nodes_say_how_sure_they_are() -> None:
         assert signal.prob == pytest.approx(float(law[slot, tree.tokens[node]]))
         assert signal.entropy == pytest.approx(float(torch.special.entr(law[slot]).sum()))
         assert signal.top == pytest.approx(law[slot].topk(10).values.tolist())
-    assert slots.grow(seq, logits, Budget(4, 4, 1)).tokens[1:] == logits.argmax(-1).tolist()
+    assert parallel_trees.grow(seq, logits, Budget(4, 4, 1)).tokens[1:] == logits.argmax(-1).tolist()
 
 
 def test_a_slot_that_knows_the_law_guesses_what_the_target_draws() -> None:
     seq, logits = sequence(**WARM, top_k=20), laws(5)
-    chain, prefix = slots.grow(seq, logits, Budget(5, 5, 1)), list(TOKENS)
+    chain, prefix = parallel_trees.grow(seq, logits, Budget(5, 5, 1)), list(TOKENS)
     for row, guess in zip(logits, chain.tokens[1:], strict=True):
         assert guess == seq.sampler.choose(row, prefix)
         prefix.append(guess)
@@ -114,11 +115,11 @@ def test_a_slot_that_knows_the_law_guesses_what_the_target_draws() -> None:
 def test_with_processors_a_slot_depends_on_its_path() -> None:
     logits = torch.zeros(2, 64, dtype=torch.float64)
     logits[0, [7, 8]], logits[1, 9] = torch.tensor([6.0, 5.9], dtype=torch.float64), 9.0
-    assert {(7, 9), (8, 9)} <= spelled(slots.grow(sequence(), logits, Budget(2, 6, 2)))
-    found = spelled(slots.grow(sequence(banned=[[7, 9]]), logits, Budget(2, 6, 2)))
+    assert {(7, 9), (8, 9)} <= spelled(parallel_trees.grow(sequence(), logits, Budget(2, 6, 2)))
+    found = spelled(parallel_trees.grow(sequence(banned=[[7, 9]]), logits, Budget(2, 6, 2)))
     assert (7, 9) not in found and (8, 9) in found
     everything = [[token] for token in range(64)]
-    assert len(slots.grow(sequence(banned=everything), logits, Budget(2, 6, 2))) == 1
+    assert len(parallel_trees.grow(sequence(banned=everything), logits, Budget(2, 6, 2))) == 1
 
 
 def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
@@ -126,7 +127,7 @@ def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
     seen = []
     for passes in range(20):
         seq.stats.passes = passes
-        tree = slots.grow(seq, logits, Budget(4, 24, 6), ranks=[(0,), (1,)])
+        tree = parallel_trees.grow(seq, logits, Budget(4, 24, 6), ranks=[(0,), (1,)])
         assert tree.is_chain and len(tree) == 5
         for node in range(4):
             path = [tree.tokens[n] for n in tree.path(node)[1:]]
@@ -134,8 +135,8 @@ def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
         seen.append(tree.tokens)
     assert len(set(map(tuple, seen))) > 10
     unsure = sequence(**WARM, verifier="residual", policy="confidence:threshold=1.0,refit=false")
-    assert len(slots.grow(unsure, logits, Budget(4, 24, 6))) == 2  # stopped behind the draw, which stays
-    assert not slots.grow(sequence(verifier="residual"), logits, Budget(4, 9, 3)).probs  # nothing is drawn
+    assert len(parallel_trees.grow(unsure, logits, Budget(4, 24, 6))) == 2  # stopped behind the draw, which stays
+    assert not parallel_trees.grow(sequence(verifier="residual"), logits, Budget(4, 9, 3)).probs  # nothing is drawn
 
 
 @pytest.mark.parametrize("kind", ["medusa", "block"])
@@ -151,21 +152,21 @@ def test_the_law_is_kept_under_residual(kind: str) -> None:
 
 def test_a_template_is_the_same_in_every_tree() -> None:
     seq, logits = sequence(), laws(3)
-    ranks = slots.parse("0+1+0-0+0-2+1-0+0-0-1+0")
+    ranks = parallel_trees.parse("0+1+0-0+0-2+1-0+0-0-1+0")
     assert ranks == [(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 1)]
     order = logits.argsort(-1, descending=True)
-    tree = slots.grow(seq, logits, Budget(3, 9, 3), ranks)
+    tree = parallel_trees.grow(seq, logits, Budget(3, 9, 3), ranks)
     assert [tree.tokens[n] for n in range(1, len(tree))] == [int(order[len(path) - 1, path[-1]]) for path in ranks]
     assert spelled(tree) == {tuple(int(order[i, rank]) for i, rank in enumerate(path)) for path in ranks}
-    assert len(slots.grow(seq, logits, Budget(2, 9, 2), ranks)) == 5  # nothing deeper, no third child
-    assert len(slots.grow(seq, logits, Budget(3, 2, 3), ranks)) == 3
+    assert len(parallel_trees.grow(seq, logits, Budget(2, 9, 2), ranks)) == 5  # nothing deeper, no third child
+    assert len(parallel_trees.grow(seq, logits, Budget(3, 2, 3), ranks)) == 3
     drafter = registry.method("medusa", template="0+1+0-0+0-2")
     assert drafter.shape == Budget(2, 4, 3)
 
 
 def test_a_template_from_how_often_ranks_were_right() -> None:
-    text = slots.spell([[0.6, 0.2], [0.5, 0.1]], nodes=4)
-    assert slots.parse(text) == [(0,), (0, 0), (1,), (1, 0)]
+    text = parallel_trees.spell([[0.6, 0.2], [0.5, 0.1]], nodes=4)
+    assert parallel_trees.parse(text) == [(0,), (0, 0), (1,), (1, 0)]
     for wrong, message in {"0+1-0": "without", "0-0+0": "before", "0+x": "written as", "0--1": "written as"}.items():
         with pytest.raises(UsageError, match=message):
             registry.method("medusa", template=wrong)
@@ -257,7 +258,7 @@ class Heard:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.said: list[tuple[list[int], list[int], Tensor]] = []  # text, guesses after it, [vocab]
-        grow, add = slots.grow, growth.Growing._grow
+        grow, add = parallel_trees.grow, model_drafter.Growing._grow
 
         def grown(seq: Sequence, logits: Tensor, budget: Budget, ranks: Any = ()) -> Tree:
             self.said += [(list(seq.tokens), [None] * i, row.clone()) for i, row in enumerate(logits)]  # type: ignore[list-item]
@@ -268,8 +269,8 @@ class Heard:
             self.said.append((list(growing.seq.tokens), path, logits[-1].clone()))
             return add(this, growing, logits)
 
-        monkeypatch.setattr(headed.slots, "grow", grown)
-        monkeypatch.setattr(growth.Growing, "_grow", added)
+        monkeypatch.setattr(head_drafter.parallel_trees, "grow", grown)
+        monkeypatch.setattr(model_drafter.Growing, "_grow", added)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *LINKED])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from outpace.sequence import Step
-from outpace.stats import Stats, timed
-from outpace.tree import Tree
+from outpace.core.sequence import Step
+from outpace.core.stats import Stats, timed
+from outpace.core.tree import Tree
 
 CHAIN = Tree.chain([9, 1, 2, 3])
 #    9 ─ 1 ─ 2

@@ -12,19 +12,19 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 from outpace import Drafter, Sequence, Step
+from outpace.core.lm import Scores
+from outpace.core.policy import Policy
+from outpace.core.sequence import Limits
+from outpace.core.tree import ROOT, Budget, Tree
+from outpace.core.verifier import Match
+from outpace.drafting.successor_table import EMPTY, likeliest
 from outpace.errors import UsageError
 from outpace.methods.lookahead import Lookahead
 from outpace.methods.ngram import NGram, continuation
 from outpace.methods.recycling import Recycling
 from outpace.methods.suffix import COUNTED, NO_MATCH, SEPARATOR, START, Automaton, Suffix
-from outpace.models.base import Scores
-from outpace.policy import Policy
-from outpace.sample import Sampler
-from outpace.sequence import Limits
-from outpace.settings import Sampling
-from outpace.successors import EMPTY, likeliest
-from outpace.tree import ROOT, Budget, Tree
-from outpace.verify import Match
+from outpace.sampling.sampler import Sampler
+from outpace.sampling.settings import Sampling
 
 steady = settings(derandomize=True, deadline=None, max_examples=150)
 letters = st.integers(0, 2)

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from outpace import Drafter, Model, Piece, Sequence
+from outpace.core.tree import Budget, Tree
 from outpace.errors import UsageError
 from outpace.testing import ByteTokenizer, ToyLM
 from outpace.text import Detokenizer, Span, TextStream, encode, is_chat, is_ids
-from outpace.tree import Budget, Tree
 
 steady = settings(derandomize=True, deadline=None, max_examples=150)
 LINES = [

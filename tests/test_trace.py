@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from outpace.api import Model
+from outpace.api.model import Model
+from outpace.core.sequence import Step
+from outpace.core.stats import Stats
+from outpace.core.tree import ROOT
 from outpace.errors import OutpaceError
-from outpace.policy import Learned, examples
-from outpace.sequence import Step
-from outpace.stats import Stats
+from outpace.policies.judged import examples
+from outpace.policies.learned import Learned
 from outpace.testing import ByteTokenizer, ToyLM
-from outpace.trace import Pass, TraceWriter, read, reason
-from outpace.tree import ROOT
+from outpace.tracing.trace import Pass, TraceWriter, read, reason
 from outpace.version import __version__
 
 PROMPTS = ["ab ab ab ab", "the cat, the cat"]

@@ -21,20 +21,21 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from outpace.api import Model
-from outpace.cli import app
+from outpace.api.load import wrap
+from outpace.api.model import Model
+from outpace.cli.common import app
 from outpace.errors import OutpaceError, UsageError
 from outpace.heads import store
 from outpace.heads.base import Guessed
-from outpace.loading import wrap
-from outpace.train import checkpoint, exits, log, plot, recipes, settings, validate
-from outpace.train.batches import Batch
+from outpace.train import checkpoint, log, plot, settings, validate
+from outpace.train.data.batches import Batch
+from outpace.train.data.records import Record
+from outpace.train.distributed import World
 from outpace.train.loop import Loop, rate
-from outpace.train.records import Record
+from outpace.train.recipes import exits, heads
+from outpace.train.recipes.whole import DraftRecipe, LayerSkipRecipe
 from outpace.train.run import prepare
 from outpace.train.target import Target, module_of
-from outpace.train.whole import DraftRecipe, LayerSkipRecipe
-from outpace.train.world import World
 from tests import toy_training
 from tests.tiny_models import GROUPED, build
 from tests.toy_training import PROMPT, VOCAB, run_settings
@@ -156,10 +157,10 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
 
 def test_the_draft_vocabulary_is_that_of_the_answers() -> None:
     records = [recorded([9, 9, 9, 5, 7, 7], 3), recorded([9, 2, 7, 5], 1)]
-    assert recipes.frequent(records, 2, 10).tolist() == [5, 7]
-    assert recipes.frequent(records, 5, 10).tolist() == [0, 1, 2, 5, 7]  # 9 is only asked, never answered
+    assert heads.frequent(records, 2, 10).tolist() == [5, 7]
+    assert heads.frequent(records, 5, 10).tolist() == [0, 1, 2, 5, 7]  # 9 is only asked, never answered
     with pytest.raises(UsageError, match="larger than the target's"):
-        recipes.frequent(records, 11, 10)
+        heads.frequent(records, 11, 10)
 
 
 @pytest.mark.parametrize("draft_vocab", [0, 20])
@@ -169,7 +170,7 @@ def test_a_head_that_knows_the_target_loses_nothing(
     """Guesses meet the law of the right place: texts of several lengths, every step, all and some of the tokens."""
     texts = [said[0], said[1][:15], said[2][:9]]
     records = [recorded(text) for text in said]
-    recipe = recipes.HeadRecipe(run_settings("mtp", folder, ahead=3, draft_vocab=draft_vocab), toy, records)
+    recipe = heads.HeadRecipe(run_settings("mtp", folder, ahead=3, draft_vocab=draft_vocab), toy, records)
     batch = batch_of(texts)
     logits = recipe.target.tell(batch.tokens).logits
     ids = torch.arange(VOCAB) if recipe.head.ids is None else recipe.head.ids
@@ -193,7 +194,7 @@ def test_a_head_that_knows_the_target_loses_nothing(
 
 def test_only_answers_count(toy: Model, said: list[list[int]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first chain guesses the first token of the answer; none guesses beyond the end of its text."""
-    recipe = recipes.HeadRecipe(run_settings("mtp", folder, ahead=2), toy, [])
+    recipe = heads.HeadRecipe(run_settings("mtp", folder, ahead=2), toy, [])
     seen: list[Any] = []
     monkeypatch.setattr(recipe, "measure", lambda steps: seen.extend(steps))
     recipe.loss(batch_of([said[0][:10], said[1][:7]]), 0, 1)
@@ -204,13 +205,13 @@ def test_only_answers_count(toy: Model, said: list[list[int]], folder: Path, mon
 
 
 def test_mtp_starts_from_the_last_layer(tiny: Model, folder: Path) -> None:
-    recipe = recipes.HeadRecipe(run_settings("mtp", folder), tiny, [])
+    recipe = heads.HeadRecipe(run_settings("mtp", folder), tiny, [])
     ours, theirs = recipe.head.model.layers[0], module_of(tiny.lm).model.layers[-1]
     assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
     assert ours.mlp.up_proj.weight is not theirs.mlp.up_proj.weight
-    narrow = recipes.HeadRecipe(run_settings("mtp", folder, head={"feedforward": 16}), tiny, [])
+    narrow = heads.HeadRecipe(run_settings("mtp", folder, head={"feedforward": 16}), tiny, [])
     assert narrow.head.model.layers[0].mlp.up_proj.weight.shape == (16, 32)
-    fresh = recipes.HeadRecipe(run_settings("mtp", folder, inherit=False), tiny, [])
+    fresh = heads.HeadRecipe(run_settings("mtp", folder, inherit=False), tiny, [])
     assert not torch.equal(fresh.head.model.layers[0].mlp.up_proj.weight, theirs.mlp.up_proj.weight)
 
 
@@ -219,7 +220,7 @@ def test_a_head_that_gets_layers_and_tokens_guesses_as_before(kind: str, tiny: M
     small = store.fresh(kind, tiny.lm, torch.arange(0, tiny.lm.vocab, 2), layers=1)
     store.save(small, folder / "small", tiny.lm)
     given = run_settings(kind, folder, start=str(folder / "small"), layers=3, draft_vocab=tiny.lm.vocab)
-    recipe = recipes.HeadRecipe(given, tiny, [])
+    recipe = heads.HeadRecipe(given, tiny, [])
     assert recipe.head.spec.layers == 3 and recipe.head.ids is None and recipe.head.spec.draft_vocab == 0
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
     hidden = Target(tiny.lm).tell(tokens, small.spec.taps).hidden
@@ -242,7 +243,7 @@ def test_a_head_that_gets_links_and_states_guesses_as_before(
     changes = {**changes, **({"taps": [0, stack]} if "taps" in changes else {})}
     small = store.fresh(kind, tiny.lm)
     store.save(small, folder / "small", tiny.lm)
-    recipe = recipes.HeadRecipe(run_settings(kind, folder, start=str(folder / "small"), head=changes), tiny, [])
+    recipe = heads.HeadRecipe(run_settings(kind, folder, start=str(folder / "small"), head=changes), tiny, [])
     head, tokens = recipe.head, torch.tensor([[1, 2, 3, 4, 5]])
     assert head.spec.linked == changes.get("linked", 0) and list(head.spec.taps) == changes.get(
         "taps", list(small.spec.taps)
@@ -298,19 +299,19 @@ def test_what_a_head_that_is_there_becomes(tiny: Model) -> None:
 def test_where_bfloat16_is_computed_in(device: str, dtype: torch.dtype, asked: bool | None, wanted: bool) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    with recipes.computing(torch.device(device), dtype, asked):
+    with heads.computing(torch.device(device), dtype, asked):
         assert torch.is_autocast_enabled(device) == wanted
 
 
 def test_a_target_in_16_bits_is_not_computed_with_in_32() -> None:
     with pytest.raises(UsageError, match="leave bf16 on"):
-        recipes.computing(torch.device("cpu"), torch.bfloat16, False)
+        heads.computing(torch.device("cpu"), torch.bfloat16, False)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", CASES)
 def test_weights_are_kept_in_float32(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.train.whole.load", lambda *_, **__: wrap(module_of(small().lm).cuda()))
+    monkeypatch.setattr("outpace.train.recipes.whole.load", lambda *_, **__: wrap(module_of(small().lm).cuda()))
     half = wrap(toy_training.speaker().to("cuda", torch.bfloat16), name="half")
     loop = prepare(run_settings(kind, folder, validation=2, steps=8, **CASES[kind]), half)
     assert {parameter.dtype for parameter in loop.parameters} == {torch.float32}
@@ -319,7 +320,7 @@ def test_weights_are_kept_in_float32(kind: str, folder: Path, monkeypatch: pytes
 
 
 def test_a_head_that_was_unrolled_can_still_draft(tiny: Model, folder: Path) -> None:
-    head = recipes.HeadRecipe(run_settings("mtp", folder), tiny, []).head
+    head = heads.HeadRecipe(run_settings("mtp", folder), tiny, []).head
     head.unroll(torch.zeros(1, 5, dtype=torch.long), torch.zeros(1, 5, 32), 2)
     plain = tiny.generate([1, 2, 3], method="plain", max_tokens=8)
     assert tiny.generate([1, 2, 3], method="mtp", head=head, max_tokens=8).tokens == plain.tokens
@@ -377,7 +378,7 @@ def test_exits_say_what_the_first_layers_say(kind: str) -> None:
 @pytest.mark.parametrize("kind", CASES)
 def test_what_is_learnt_the_engine_sees(kind: str, toy: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss falls, acceptance rises, the target stays as it is, and what was saved gives the target's own text."""
-    monkeypatch.setattr("outpace.train.whole.load", small)
+    monkeypatch.setattr("outpace.train.recipes.whole.load", small)
     model = module_of(toy.lm)
     before = copy.deepcopy(model.state_dict())
     given = {"steps": 40, "validation": 4, "validate_every": 20, "validation_tokens": 20, **CASES[kind]}
@@ -494,7 +495,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
     other = subprocess.Popen(command, cwd=ROOT, env=os.environ | given | {"RANK": "1", "LOCAL_RANK": "1"})
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("outpace.train.world.PATIENCE", timedelta(seconds=90))
+    monkeypatch.setattr("outpace.train.distributed.PATIENCE", timedelta(seconds=90))
     world = World.join("cpu")
     try:
         together = toy_training.shared_run(tmp_path, world)
@@ -560,7 +561,7 @@ def test_what_a_draft_can_be(tiny: Model, folder: Path, monkeypatch: pytest.Monk
     records = [recorded(list(range(20)))]
     pruned = DraftRecipe(run_settings("draft", folder, remove=1), tiny, records)
     assert len(pruned.trained.model.layers) == 2 and pruned.trained.config.num_hidden_layers == 2
-    monkeypatch.setattr("outpace.train.whole.load", small)
+    monkeypatch.setattr("outpace.train.recipes.whole.load", small)
     other = DraftRecipe(run_settings("draft", folder, draft="small"), tiny, records)
     lost = other.loss(batch_of([list(range(20))]), 0, 1)  # the laws meet on the tokens that both have
     lost.loss.backward()
@@ -581,7 +582,7 @@ def test_layerskip_is_trained_for_one_exit(option: dict[str, Any], tiny: Model, 
 
 @pytest.fixture
 def command(toy: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    monkeypatch.setattr("outpace.cli.train.load_model", lambda name, how: toy)
+    monkeypatch.setattr("outpace.cli.training.train.load_model", lambda name, how: toy)
     return lambda *given: CliRunner().invoke(app, ["train", *map(str, given)])
 
 

@@ -13,15 +13,17 @@ import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
-from outpace.api import Model
-from outpace.bench import tasks
-from outpace.bench.tasks import Prompt
-from outpace.cli import train_data
+from outpace.api.model import Model
+from outpace.cli.training import train_data
 from outpace.errors import OutpaceError, UsageError
+from outpace.prompts import tasks, training
+from outpace.prompts.tasks import Prompt
+from outpace.prompts.training import Shard
 from outpace.testing import ByteTokenizer, ToyLM
-from outpace.train import data, magpie, prompts
-from outpace.train.data import Progress, Settings, Shard, Writing, answer, batches, collate, plan, read, write
-from outpace.train.records import Record
+from outpace.train.data import generate, self_written
+from outpace.train.data.batches import batches, collate, plan
+from outpace.train.data.generate import Progress, Settings, Writing, answer, write
+from outpace.train.data.records import Record, read
 from tests.test_docs import blocks
 from tests.tiny_tokenizers import sentencepiece, tiktoken
 
@@ -88,13 +90,13 @@ def test_prompts_come_under_many_names(tmp_path: Path) -> None:
                       {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]},
         {"conversations": [{"from": "human", "value": "Hm"}, {"from": "gpt", "value": "Yes"}]},
     )  # fmt: skip
-    found = prompts.load([path])
+    found = training.load([path])
     assert [p.turns for p in found] == [
         ("a\u2028b",), ("one", "two"), ("1+1?",), ("Sort.\n\nb, a",), ("Greet.",), ("Write.",), ("Hi", "Bye"), ("Hm",),
     ]  # fmt: skip
     assert found[6].messages == ({"role": "system", "content": "Be kind."},)
-    assert [p.turns for p in prompts.load([path], limit=1)] == [("a\u2028b",)]
-    assert len(prompts.load([path, path])) == len(found)
+    assert [p.turns for p in training.load([path], limit=1)] == [("a\u2028b",)]
+    assert len(training.load([path, path])) == len(found)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_prompts_come_under_many_names(tmp_path: Path) -> None:
 def test_a_bad_prompt_is_named(line: Any, message: str, tmp_path: Path) -> None:
     path = prompt_file(tmp_path / "p.jsonl", {"prompt": "good"}, line)
     with pytest.raises(UsageError, match=r"p\.jsonl, line 2: ") as caught:
-        prompts.load([path])
+        training.load([path])
     assert message in str(caught.value)
 
 
@@ -134,8 +136,8 @@ def test_answers_are_those_that_the_model_gives_each_prompt_alone(settings: Sett
     assert made.tokens == sum(len(tokens) - prompt for prompt, tokens in found.values())
     sampled = {"temperature": settings.temperature, "top_p": settings.top_p, "max_tokens": settings.max_tokens}
     for prompt in ASKED:
-        name, tokens = f"{prompts.digest(prompt)}/1", tasks.encode(prompt, model)
-        run = data._Run(model, None, settings, None)  # type: ignore[arg-type]
+        name, tokens = f"{training.digest(prompt)}/1", tasks.encode(prompt, model)
+        run = generate._Run(model, None, settings, None)  # type: ignore[arg-type]
         alone = model.generate(tokens, method="plain", seed=run._seed(name), **sampled)
         assert found[name] == (len(tokens), tokens + alone.tokens)
     assert model.max_rows == 16
@@ -161,7 +163,7 @@ def test_each_turn_follows_the_answers_before_it(tmp_path: Path) -> None:
     found, said = texts(path), list[str]()
     assert len(found) == 4
     for turn in (1, 2, 3):
-        start, tokens = found[f"{prompts.digest(prompt)}/{turn}"]
+        start, tokens = found[f"{training.digest(prompt)}/{turn}"]
         assert tokens[:start] == tasks.encode(prompt, model, said)
         said.append(tiktoken().decode(tokens[start:], skip_special_tokens=True))
     whole = tmp_path / "whole.jsonl"
@@ -250,7 +252,10 @@ def test_a_header_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
 
 def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
-    with data.Kept(path, data._header(chatty(), BRIEF)), pytest.raises(UsageError, match="another process is writing"):
+    with (
+        generate.Kept(path, generate._header(chatty(), BRIEF)),
+        pytest.raises(UsageError, match="another process is writing"),
+    ):
         answer(chatty(), ASKED, path, BRIEF)
     assert answer(chatty(), ASKED, path, BRIEF).answers == len(ASKED)
 
@@ -347,12 +352,12 @@ def test_writing_needs_a_chat_template_and_a_temperature(tmp_path: Path) -> None
 def test_the_end_of_a_turn_is_found_in_the_template() -> None:
     model = chatty()
     ending = model.tokenizer.convert_tokens_to_ids("<|im_end|>")  # type: ignore[union-attr]
-    assert magpie.opening(model).stop_tokens == (ending,) and not magpie.opening(model).stop
+    assert self_written.opening(model).stop_tokens == (ending,) and not self_written.opening(model).stop
     tokenizer: Any = sentencepiece()
     spelled = Model(ToyLM(layers=1, vocab=len(tokenizer)), tokenizer, [], "spelled")
     try:
         tokenizer.chat_template = "{% for m in messages %}USER: {{ m['content'] }}\nASSISTANT:{% endfor %}"
-        assert magpie.opening(spelled).stop == ("ASSISTANT:",) and not magpie.opening(spelled).stop_tokens
+        assert self_written.opening(spelled).stop == ("ASSISTANT:",) and not self_written.opening(spelled).stop_tokens
     finally:
         tokenizer.chat_template = None
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from outpace.tree import OFF, ROOT, Budget, Signal, Tree
+from outpace.core.tree import OFF, ROOT, Budget, Signal, Tree
 
 steady = settings(derandomize=True, deadline=None, max_examples=150)
 tokens = st.integers(0, 3)

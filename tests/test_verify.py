@@ -21,15 +21,17 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 from torch import Tensor
 
-from outpace import catalogue
+from outpace.core.lm import Scores
+from outpace.core.sequence import Limits, Sequence
+from outpace.core.tree import ROOT, Tree
+from outpace.core.verifier import Match, Verifier
 from outpace.errors import RequestFailed
-from outpace.models.base import Scores
-from outpace.processors import Banned, CountPenalty
-from outpace.sample import Processor, Sampler
-from outpace.sequence import Limits, Sequence
-from outpace.settings import Sampling
-from outpace.tree import ROOT, Tree
-from outpace.verify import Chance, Keyed, Match, Residual, Typical, Verifier, traverse
+from outpace.registry import catalogue
+from outpace.sampling.processors import Banned, CountPenalty
+from outpace.sampling.sampler import Processor, Sampler
+from outpace.sampling.settings import Sampling
+from outpace.verifiers.lossy import Typical
+from outpace.verifiers.residual import Chance, Keyed, Residual, traverse
 
 T = TypeVar("T")
 ALPHA = 1e-3  # seeds are fixed, so a test that passes once passes always

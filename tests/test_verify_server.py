@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from outpace.errors import OutpaceError
-from outpace.proof.records import Check
-from outpace.proof.remote import Reply, Server, ServerPlan, server_questions
-from outpace.proof.remote.compare import END, between, drift_of, parting
-from outpace.proof.remote.law import Both, homogeneity
-from outpace.proof.remote.reply import Token, parse
-from outpace.proof.suite import answered
-from outpace.settings import Sampling
+from outpace.sampling.settings import Sampling
+from outpace.verify.records import Check
+from outpace.verify.servers.answers import ServerPlan
+from outpace.verify.servers.client import Server
+from outpace.verify.servers.compare import END, between, drift_of, parting
+from outpace.verify.servers.distribution import Both, homogeneity
+from outpace.verify.servers.reply import Reply, Token, parse
+from outpace.verify.servers.suite import server_questions
+from outpace.verify.suite import answered
 from tests.fake_server import KEY, Fake, toy
 
 PROMPTS = ["def add(a, b):", "Once upon a time", "1 2 3 4"]

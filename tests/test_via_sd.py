@@ -12,20 +12,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from outpace import Drafter, Model, Sequence, calibrated, display, layers, registry, slim as slim_layers
-from outpace.cli import app, calibrate as command
+from outpace import Drafter, Model, Sequence, registry
+from outpace.api.load import wrap
+from outpace.api.request import Request
+from outpace.cli import calibrate as command, display
+from outpace.cli.common import app
+from outpace.core.lm import LM, Scores
+from outpace.core.sequence import Step
+from outpace.core.tree import Budget, Tree
+from outpace.drafting import layer_search as layers, slim_search as slim_layers, tuning_file
 from outpace.errors import UnsupportedModel, UsageError
-from outpace.loading import wrap
 from outpace.methods.via_sd import LEAST, ViaSD
-from outpace.models.base import LM, Job, Output, Scores
 from outpace.models.cacheless import CachelessLM
-from outpace.proof.plan import Plan, Subject
-from outpace.proof.suite import answered, questions
-from outpace.request import Request
-from outpace.sequence import Step
+from outpace.models.segment import Job, Output
 from outpace.testing import VOCAB, ToyLM
-from outpace.trace import read, reason
-from outpace.tree import Budget, Tree
+from outpace.tracing.trace import read, reason
+from outpace.verify.plan import Plan, Subject
+from outpace.verify.suite import answered, questions
 from tests.tiny_models import build
 
 runner = CliRunner()
@@ -331,7 +334,7 @@ def test_layers_go_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(command, "load_model", lambda name, how: small)
     wrong = runner.invoke(app, asked)
     assert wrong.exit_code == 2 and "they are of another model" in wrong.stderr.replace("\n", " ")
-    calibrated.write(path, {"via_sd": {}})
+    tuning_file.write(path, {"via_sd": {}})
     with pytest.raises(UsageError, match="names no layers"):
         model.generate([1, 2], method="via_sd", calibration=str(path), max_tokens=2)
 

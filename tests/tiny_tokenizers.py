@@ -11,11 +11,11 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from outpace import shelf
-from outpace.api import Model
-from outpace.bridge.pieces import Pieces, join
-from outpace.models.base import Job, Output
+from outpace.api import demo_weights
+from outpace.api.model import Model
+from outpace.cross_tokenizer.vocabulary import Pieces, join
 from outpace.models.cacheless import CachelessLM
+from outpace.models.segment import Job, Output
 from outpace.testing import ToyLM
 from tests.conftest import SMOLLM2
 
@@ -36,7 +36,7 @@ SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\
 @cache
 def smollm2() -> Any:
     """Byte-level BPE, of the demo model."""
-    return AutoTokenizer.from_pretrained(shelf.fetch(SMOLLM2))
+    return AutoTokenizer.from_pretrained(demo_weights.fetch(SMOLLM2))
 
 
 @cache

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from outpace.api import Model
-from outpace.loading import wrap
+from outpace.api.load import wrap
+from outpace.api.model import Model
 from outpace.train import settings
+from outpace.train.distributed import World
 from outpace.train.loop import Loop
 from outpace.train.run import prepare
 from outpace.train.settings import Settings
-from outpace.train.world import World
 from tests.tiny_models import GROUPED, build
 
 VOCAB = 64

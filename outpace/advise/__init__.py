@@ -1,1 +1,1 @@
-"""Advise: which method will pay on this machine, for these prompts? Predicted from one recording, then measured."""
+"""Advice from traces: which method pays for your texts, and gates for Graft."""

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from outpace.advise import costs as costing
-from outpace.advise.costs import Costs
+from outpace.advise import overhead as costing
+from outpace.advise.overhead import Costs
 from outpace.advise.rank import Candidate, Prediction, best, drafter_of, predict, replay
 from outpace.advise.recording import Recording, record
-from outpace.api import Model
+from outpace.api.model import Model
 from outpace.bench.contestants import Ours, Rules
 from outpace.bench.run import Condition, Group, Settings, measure, warm_up
 from outpace.bench.specs import PLAIN, Spec
 from outpace.bench.summary import Interval, speedup
 from outpace.errors import UsageError
-from outpace.settings import Sampling
+from outpace.sampling.settings import Sampling
 
 LEAST = 4  # prompts: two to record, two to measure
 Step = Callable[[str, int], Callable[[], object]]  # begins a step of so many parts; call what it gives after each

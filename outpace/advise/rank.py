@@ -10,18 +10,18 @@ from typing import NamedTuple
 import numpy as np
 
 from outpace import registry
-from outpace.advise.costs import Costs, Table
+from outpace.advise.overhead import Costs, Table
 from outpace.advise.recording import Recording
 from outpace.advise.replay import ReplayLM
-from outpace.api import Model
+from outpace.api.model import Model
+from outpace.api.request import Request
 from outpace.bench.summary import Interval
-from outpace.drafter import Drafter
-from outpace.engine import Engine
+from outpace.core.drafter import Drafter
+from outpace.core.engine import Engine
+from outpace.core.stats import Stats
+from outpace.core.tree import Budget
 from outpace.errors import UsageError
-from outpace.request import Request
-from outpace.settings import Sampling
-from outpace.stats import Stats
-from outpace.tree import Budget
+from outpace.sampling.settings import Sampling
 
 DEPTHS = (1, 2, 4, 8, 16)
 NODES = (4, 8, 16, 32)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outpace.api import Model
-from outpace.engine import Engine, Event
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.core.engine import Engine, Event
+from outpace.core.tree import Tree
 from outpace.errors import OutpaceError
 from outpace.registry import method
-from outpace.request import Request
-from outpace.settings import Sampling
-from outpace.tree import Tree
+from outpace.sampling.settings import Sampling
 
 EXPLORERS = "lookahead+recycling"  # they guess broadly, and each in its own way
 TOP = 16  # likeliest successors that are kept of each place; drafters that learn from scores read these

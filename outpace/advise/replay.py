@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from outpace.advise.recording import Recording, places
+from outpace.core.lm import LM, Reference
 from outpace.errors import UsageError
-from outpace.models.base import LM, Job, Output, Reference
 from outpace.models.cacheless import CachelessLM
+from outpace.models.segment import Job, Output
 
 CERTAIN = 1e6  # a logit that no noise and no filter can move from the top
 

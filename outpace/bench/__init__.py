@@ -1,1 +1,1 @@
-"""Bench: every method, plain decoding and Transformers' own loops on the same prompts, in one run (docs/bench.md)."""
+"""Benchmarks: methods side by side, as ratios of one run."""

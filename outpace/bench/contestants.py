@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from outpace import registry
-from outpace.api import Model
+from outpace.api.model import Model
+from outpace.api.request import Request
+from outpace.api.stream import Completion
 from outpace.bench.run import Group, Run, Settings
 from outpace.bench.specs import PLAIN, TRANSFORMERS, Spec
-from outpace.drafter import Drafter
+from outpace.core.drafter import Drafter
+from outpace.core.policy import Policy
+from outpace.core.stats import Stats
+from outpace.core.verifier import Verifier
 from outpace.errors import RequestFailed, UsageError
-from outpace.policy import Policy
-from outpace.request import Request
-from outpace.stats import Stats
-from outpace.stream import Completion
-from outpace.trace import TraceWriter
-from outpace.verify import Verifier
+from outpace.tracing.trace import TraceWriter
 
 LOOKUP_TOKENS = 10
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outpace.errors import OutpaceError, UsageError
-from outpace.files import write_whole
+from outpace.storage.files import write_whole
 
 
 def around(path: Path, name: str) -> tuple[str, str]:

@@ -8,13 +8,13 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outpace.bench import tasks
 from outpace.bench.run import Condition, Group, Settings
 from outpace.errors import UsageError
-from outpace.settings import Sampling
+from outpace.prompts import tasks
+from outpace.sampling.settings import Sampling
 
 if TYPE_CHECKING:
-    from outpace.api import Model
+    from outpace.api.model import Model
 
 MIXED = "mixed"  # prompts of several tasks in one batch
 OWN_COUNT = 4  # copy prompts of each length, where no limit says less

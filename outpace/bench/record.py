@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from outpace.api import Model
+from outpace.api.model import Model
 from outpace.bench.run import Condition, Group, Run, Settings
+from outpace.core.stats import Stats
 from outpace.errors import OutpaceError
-from outpace.jsonl import read_lines
-from outpace.settings import Sampling
-from outpace.stats import Stats
+from outpace.sampling.settings import Sampling
+from outpace.storage.json_lines import read_lines
 from outpace.version import __version__
 
 FORMAT, VERSION = "outpace-bench", 1

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from outpace.core.stats import Stats
 from outpace.errors import OutpaceError
-from outpace.settings import Sampling
-from outpace.stats import Stats
+from outpace.sampling.settings import Sampling
 
 T = TypeVar("T")
 

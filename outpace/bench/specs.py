@@ -6,8 +6,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace import catalogue, registry
+from outpace import registry
 from outpace.errors import UsageError
+from outpace.registry import catalogue
 
 PLAIN = "plain"
 TRANSFORMERS = "Transformers"

@@ -12,23 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outpace import catalogue
-from outpace.bench import tasks
 from outpace.cli.common import DEFAULT_MODEL, Loading, app, load_model, reports_errors, stderr
-from outpace.cli.flags import (
-    AsJson,
-    Device,
-    Dtype,
-    Eager,
-    MaxTokens,
-    Quantize,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-)
+from outpace.cli.flags import AsJson, Device, Dtype, Eager, MaxTokens, Quantize, Seed, Temperature, TopK, TopP
 from outpace.errors import UsageError
-from outpace.settings import Sampling
+from outpace.prompts import tasks
+from outpace.registry import catalogue
+from outpace.sampling.settings import Sampling
 
 if TYPE_CHECKING:
     from outpace.advise.advice import Advice

@@ -49,7 +49,7 @@ from outpace.cli.flags import (
 from outpace.errors import UsageError
 
 if TYPE_CHECKING:
-    from outpace.api import Model
+    from outpace.api.model import Model
     from outpace.bench.record import Record, Writer
     from outpace.bench.run import Contestant, Group, Run
     from outpace.bench.summary import Summary

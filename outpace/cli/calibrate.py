@@ -12,16 +12,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outpace import calibrated
 from outpace.cli import checks
 from outpace.cli.common import Loading, app, load_model, reports_errors, stderr
 from outpace.cli.flags import AsJson, Device, Dtype
+from outpace.drafting import tuning_file
 from outpace.errors import UsageError
 
 if TYPE_CHECKING:
-    from outpace.calibrate import Calibration
-    from outpace.slim import Found
-    from outpace.trace import Trace
+    from outpace.advise.tune_graft import Calibration
+    from outpace.drafting.slim_search import Found
+    from outpace.tracing.trace import Trace
 
 TEXTS, LENGTH = 8, 128  # that a search for layers looks at: so many, and tokens of each
 
@@ -51,8 +51,8 @@ def calibrate(
     for path in traces:
         checks.readable(path)
     checks.writable(output, "the calibration")
-    from outpace.calibrate import calibrate as fit
-    from outpace.trace import read
+    from outpace.advise.tune_graft import calibrate as fit
+    from outpace.tracing.trace import read
 
     found = [read(path) for path in traces]
     sections: dict[str, dict[str, Any]] = {}
@@ -69,7 +69,7 @@ def calibrate(
         sections["via_sd"], table = _layers(layers_of, found, (skip, steps), loading)
         shown.append(table)
     sources = {"traces": [str(path) for path in traces], "models": sorted({t.header["model"] for t in found})}
-    calibrated.write(output, sections | {"made": sources})
+    tuning_file.write(output, sections | {"made": sources})
     if as_json:
         typer.echo(json.dumps(sections))
     else:
@@ -108,7 +108,7 @@ def _graft_tables(fitted: Calibration) -> list[Table]:
 
 
 def _layers(name: str, traces: Seq[Trace], wanted: tuple[float, int], loading: Loading) -> tuple[dict[str, Any], Table]:
-    from outpace.slim import layered, search
+    from outpace.drafting.slim_search import layered, search
 
     texts = {tuple((request.prompt + request.tokens)[-LENGTH:]) for trace in traces for request in trace.requests}
     lm = load_model(name, loading).lm

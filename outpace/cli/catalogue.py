@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outpace import display
+from outpace.cli import display
 from outpace.cli.common import app, reports_errors
 from outpace.cli.flags import AsJson
 
@@ -35,7 +35,7 @@ def shelf(
     as_json: AsJson = False,
 ) -> None:
     """Demo weights by name: download, check the hash, convert, once."""
-    from outpace import shelf as weights
+    from outpace.api import demo_weights as weights
 
     if name is not None:
         folder = weights.fetch(name)

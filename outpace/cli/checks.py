@@ -9,9 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outpace import catalogue, registry, shelf
+from outpace import registry
+from outpace.api import demo_weights
+from outpace.api.request import Request
 from outpace.errors import OutpaceError, UsageError, unknown
-from outpace.request import Request
+from outpace.registry import catalogue
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hip)(:\d+)?")
@@ -22,14 +24,14 @@ ALIKE = 0.8  # of a name and one on the shelf: a typing mistake
 def model(name: str) -> None:
     """Refuse what is no shelf name, no file, no folder, and cannot be a hub id either."""
     path = Path(name)
-    if name.removesuffix(".gguf") in shelf.SHELF or path.exists():
+    if name.removesuffix(".gguf") in demo_weights.SHELF or path.exists():
         return
     if name.endswith(".gguf"):
         raise OutpaceError(f"there is no file {name!r}")
-    if "/" not in name and (near := difflib.get_close_matches(name, shelf.SHELF, 1, ALIKE)):
+    if "/" not in name and (near := difflib.get_close_matches(name, demo_weights.SHELF, 1, ALIKE)):
         raise UsageError(f"there is no model {name!r}; did you mean {near[0]!r}?")
     if not HUB_ID.fullmatch(name):
-        known = ", ".join(shelf.SHELF)
+        known = ", ".join(demo_weights.SHELF)
         raise OutpaceError(f"cannot load {name!r}: it is no shelf name ({known}), no folder, and no hub id")
 
 

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from outpace import shelf
+from outpace.api import demo_weights
 from outpace.cli import checks
 from outpace.errors import OutpaceError, UsageError
 from outpace.version import __version__
@@ -22,8 +22,8 @@ from outpace.version import __version__
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from outpace.api import Model
-    from outpace.trace import TraceWriter
+    from outpace.api.model import Model
+    from outpace.tracing.trace import TraceWriter
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 stderr = Console(stderr=True)
@@ -113,12 +113,12 @@ class Loading(NamedTuple):
 
 def load_model(name: str, how: Loading) -> Model:
     """Load, compile where that pays, and say what both took."""
-    from outpace.loading import load
+    from outpace.api.load import load
 
     if not name.endswith(".gguf"):
         _quiet_transformers()
-    if name in shelf.SHELF:
-        shelf.fetch(name)  # shows its own progress, once
+    if name in demo_weights.SHELF:
+        demo_weights.fetch(name)  # shows its own progress, once
     with stderr.status(f"loading {name}"):
         model = load(
             name, dtype=how.dtype, device=how.device, exact=how.exact, eager=how.eager or None, quantize=how.quantize
@@ -155,6 +155,6 @@ def state_memory(model: Model, tokens: int) -> None:
 
 def tracing(path: Path | None, lm: Model, probs: bool = False) -> AbstractContextManager[TraceWriter | None]:
     """A writer for this file, or none."""
-    from outpace.trace import TraceWriter
+    from outpace.tracing.trace import TraceWriter
 
     return TraceWriter(path, lm.tokenizer, lm.name, probs) if path is not None else nullcontext()

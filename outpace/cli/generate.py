@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outpace import display
-from outpace.cli import checks
+from outpace.cli import checks, display
 from outpace.cli.common import (
     DEFAULT_MODEL,
     INTERRUPTED,

@@ -15,7 +15,7 @@ from outpace.cli.common import app, reports_errors
 from outpace.errors import UsageError
 
 if TYPE_CHECKING:
-    from outpace.trace import Trace
+    from outpace.tracing.trace import Trace
 
 
 @app.command()
@@ -32,8 +32,8 @@ def show(
         raise UsageError("--request goes with --terminal; the page lets you choose a request")
     checks.readable(trace)
     checks.writable(output, "the page")
-    from outpace.show import page, terminal
-    from outpace.trace import read
+    from outpace.tracing.trace import read
+    from outpace.tracing.viewer import page, terminal
 
     found = read(trace)
     if in_terminal:

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from outpace.bench import tasks
 from outpace.cli import checks
 from outpace.cli.common import (
     DEFAULT_MODEL,
@@ -44,14 +43,15 @@ from outpace.cli.flags import (
     VerifierName,
 )
 from outpace.errors import OutpaceError, UsageError
-from outpace.settings import Sampling
+from outpace.prompts import tasks
+from outpace.sampling.settings import Sampling
 
 if TYPE_CHECKING:
-    from outpace.api import Model
-    from outpace.bench.tasks import Prompt
-    from outpace.proof.plan import Subject
-    from outpace.proof.records import Check
-    from outpace.proof.suite import Question
+    from outpace.api.model import Model
+    from outpace.prompts.tasks import Prompt
+    from outpace.verify.plan import Subject
+    from outpace.verify.records import Check
+    from outpace.verify.suite import Question
 
 Methods = Annotated[
     list[str], typer.Option("--method", help="A method, or name:option=value,...; may be repeated. Default: all.")
@@ -121,9 +121,9 @@ def verify(
     plan = {"max_tokens": max_tokens, "sampling": sampling, "samples": samples, "contexts": contexts, "alpha": alpha}
     shared = {"policy": policy, "verifier": verifier}
     found = tasks.load(prompts, limit=limit)
-    from outpace.proof import present
-    from outpace.proof.records import Report
-    from outpace.proof.suite import subjects_of
+    from outpace.verify import present
+    from outpace.verify.records import Report
+    from outpace.verify.suite import subjects_of
 
     if server is not None:
         urls = Urls(server, reference_server, _fields(on), _fields(off), served_model)
@@ -162,7 +162,9 @@ class Urls:
 
 
 def _of_server(urls: Urls, local: Model | None, prompts: list[Prompt], plan: dict[str, Any]) -> list[Question]:
-    from outpace.proof.remote import Server, ServerPlan, server_questions
+    from outpace.verify.servers.answers import ServerPlan
+    from outpace.verify.servers.client import Server
+    from outpace.verify.servers.suite import server_questions
 
     on = Server(urls.on, urls.model, extra=urls.on_fields)
     off = None
@@ -174,8 +176,8 @@ def _of_server(urls: Urls, local: Model | None, prompts: list[Prompt], plan: dic
 def _of_model(
     lm: Model, subjects: list[Subject], prompts: list[Prompt], plan: dict[str, Any], hf: bool
 ) -> list[Question]:
-    from outpace.proof.plan import Plan
-    from outpace.proof.suite import questions
+    from outpace.verify.plan import Plan
+    from outpace.verify.suite import questions
 
     answers = {i: prompt.answer for i, prompt in enumerate(prompts) if prompt.answer is not None}
     encoded = [tasks.encode(prompt, lm) for prompt in prompts]
@@ -184,7 +186,7 @@ def _of_model(
 
 def _answers(asked: list[Question]) -> Iterator[Check]:
     """Checks, with a bar that says which one runs."""
-    from outpace.proof.suite import answered
+    from outpace.verify.suite import answered
 
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=stderr, transient=True) as progress:

@@ -1,1 +1,1 @@
-"""Small trained networks that draft for one target from the hidden states it leaves."""
+"""Trained heads that draft for a model, and their files."""

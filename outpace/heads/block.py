@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
+from outpace.core.lm import Ends
 from outpace.heads.base import Guessed, Spec, evenly
 from outpace.heads.parallel import Parallel, Text
 from outpace.heads.recursive import shape
-from outpace.models.ends import Ends
 
 LAYERS, STEPS = 3, 7  # of a head, unless told otherwise
 ANCHORS = 128  # places of a training text at which a block starts

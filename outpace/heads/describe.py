@@ -8,22 +8,23 @@ from typing import Any
 
 from safetensors import safe_open
 
-from outpace.heads import formats, native, store
+from outpace.heads import store
 from outpace.heads.base import Spec
-from outpace.heads.compress import SCALE
-from outpace.heads.files import Checkpoint
+from outpace.heads.formats import native_mtp, published
+from outpace.heads.formats.checkpoint import Checkpoint
+from outpace.heads.quantize import SCALE
 
-SAID = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", formats.LAYER_IDS)
+SAID = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", published.LAYER_IDS)
 
 
 def describe(folder: Path) -> dict[str, Any]:
     """Kind, layout, what it reads and guesses, its size, its target."""
-    if (folder / store.CONFIG).exists() or not formats.published(folder):
+    if (folder / store.CONFIG).exists() or not published.published(folder):
         return _ours(folder)
     checkpoint = Checkpoint(folder)
-    layout, config = formats.layout(checkpoint), checkpoint.config
+    layout, config = published.layout(checkpoint), checkpoint.config
     if layout == "mtp":
-        start = native.prefix(checkpoint)
+        start = native_mtp.prefix(checkpoint)
         names = [name for name in checkpoint.places if name.startswith(str(start))]
         return {"kind": "mtp", "layout": f"layers of the model itself, {start}*", "tensors": len(names)}
     tensors = checkpoint.read(checkpoint.places)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from outpace.core.lm import Ends
 from outpace.errors import UsageError
 from outpace.heads.base import Spec
-from outpace.heads.parts import Parts
+from outpace.heads.layers import Parts
 from outpace.heads.recursive import Entrance, Recursive
-from outpace.models.ends import Ends
 
 
 class EagleLayer(nn.Module):

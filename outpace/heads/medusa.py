@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from outpace.core.lm import Ends
 from outpace.heads.base import Guessed, Spec
 from outpace.heads.joins import Fuse
 from outpace.heads.parallel import Parallel, Text
-from outpace.models.ends import Ends
 
 
 class Shift(nn.Module):

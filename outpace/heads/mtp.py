@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from outpace.core.lm import Ends
 from outpace.heads.base import Spec
 from outpace.heads.joins import Fuse
 from outpace.heads.recursive import Entrance, Recursive
-from outpace.models.ends import Ends
 
 
 class MtpEntrance(Entrance):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.core.lm import Ends
 from outpace.errors import UsageError
 from outpace.heads.base import Guessed, Head, Spec, embedding
 from outpace.heads.joins import Link
-from outpace.models.ends import Ends
 
 
 @dataclass

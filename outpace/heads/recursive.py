@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
+from outpace.core.lm import Ends
 from outpace.errors import UsageError
-from outpace.heads import parts, unrolled
+from outpace.heads import chain_attention, layers as parts
 from outpace.heads.base import Guessed, Head, Spec, embedding
-from outpace.models.ends import Ends
 
 COPIED = ("rope_parameters", "rms_norm_eps", "hidden_act", "head_dim", "num_attention_heads", "num_key_value_heads")
 
@@ -132,9 +132,9 @@ class Recursive(Head, PreTrainedModel):
 
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
         guessed: list[Guessed] = []
-        states, chained = self.model.fuse(hidden), unrolled.Chained()
+        states, chained = self.model.fuse(hidden), chain_attention.Chained()
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        before, self.config._attn_implementation = self.config._attn_implementation, unrolled.NAME
+        before, self.config._attn_implementation = self.config._attn_implementation, chain_attention.NAME
         try:
             for step in range(steps):
                 ahead = nn.functional.pad(tokens[:, 1 + step :], (0, 1 + step))

@@ -14,14 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outpace.core.lm import LM, Ends
 from outpace.errors import Headless, OutpaceError, UsageError, unknown
-from outpace.heads import formats, native
 from outpace.heads.base import Head, Spec
-from outpace.heads.compress import compressed, expanded
-from outpace.heads.formats import Published
-from outpace.models.base import LM
-from outpace.models.ends import Ends
-from outpace.shelf import cache_dir
+from outpace.heads.formats import native_mtp, published
+from outpace.heads.formats.published import Published
+from outpace.heads.quantize import compressed, expanded
+from outpace.storage.files import cache_dir
 
 KINDS: dict[str, str] = {
     "eagle3": "outpace.heads.eagle3:Eagle3",
@@ -120,7 +119,7 @@ def _write(folder: Path, made: dict[str, Any], tensors: dict[str, Tensor]) -> No
 
 def load(folder: Path, lm: LM) -> Head:
     """The head in a folder: one of ours, or one that others published (docs/formats.md)."""
-    found = _ours(folder, lm) if (folder / CONFIG).exists() else formats.read(folder, ends_of(lm), lm.stack)
+    found = _ours(folder, lm) if (folder / CONFIG).exists() else published.read(folder, ends_of(lm), lm.stack)
     try:
         return made(found.spec, found.tensors, lm)
     except OutpaceError as error:
@@ -179,7 +178,7 @@ def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
             made = about(config.parent)
             if made["spec"]["kind"] == kind and _fits(made, lm):
                 return load(config.parent, lm)
-    own = native.folder_of(ends_of(lm)) if kind == native.KIND else None
+    own = native_mtp.folder_of(ends_of(lm)) if kind == native_mtp.KIND else None
     if own is not None:
         return load(own, lm)
     raise Headless(

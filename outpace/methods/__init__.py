@@ -1,1 +1,1 @@
-"""One file per method; none imports another."""
+"""One file, one method: what it drafts and why."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace import registry
-from outpace.drafter import Drafter
+from outpace.core.drafter import Drafter
+from outpace.core.lm import LM, Scores
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import ROOT, Budget, Tree
 from outpace.errors import UsageError
-from outpace.models.base import LM, Scores
-from outpace.sequence import Sequence, Step
-from outpace.tree import ROOT, Budget, Tree
 
 # Retrieval that will be pruned may guess more freely than retrieval that is verified as it is.
 FREER: dict[str, dict[str, Any]] = {

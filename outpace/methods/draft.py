@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from outpace.bridge.retold import Retold
-from outpace.bridge.translated import Translated
+from outpace.core.lm import LM
+from outpace.core.sequence import Sequence
+from outpace.core.tree import Budget, Tree
+from outpace.cross_tokenizer.by_text import Retold
+from outpace.cross_tokenizer.by_tokens import Translated
+from outpace.drafting.model_drafter import Growing
 from outpace.errors import UsageError, unknown
-from outpace.growth import Growing
-from outpace.models.base import LM
-from outpace.sequence import Sequence
-from outpace.tree import Budget, Tree
 
 ALIGN = ("auto", "tokens", "text")
 UNSETTLED = 4  # tokens at the end of a text told by another tokenizer that what follows may still change

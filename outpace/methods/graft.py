@@ -10,14 +10,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from outpace import calibrated, grafting, registry
-from outpace.drafter import Drafter
+from outpace import registry
+from outpace.core.drafter import Drafter
+from outpace.core.lm import LM, Scores
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import Budget, Tree
+from outpace.drafting import graft_gates, tuning_file
+from outpace.drafting.graft_gates import Grafting
+from outpace.drafting.rank_template import Slot, template
+from outpace.drafting.successor_table import Successors
 from outpace.errors import UsageError
-from outpace.grafting import Grafting, Slot
-from outpace.models.base import LM, Scores
-from outpace.sequence import Sequence, Step
-from outpace.successors import Successors
-from outpace.tree import Budget, Tree
 
 SPARE = 3  # times the nodes of a tree that the template has: some of it will be there already, some unknown
 
@@ -45,7 +47,7 @@ class Graft(Drafter):
         self._known = Successors(width)
         own = self._inner.shape
         self.shape = Budget(max(own.depth, len(found.ranks)), self.nodes, own.width + width)
-        self._slots = grafting.template(found.ranks, SPARE * self.nodes, self.shape.depth)
+        self._slots = template(found.ranks, SPARE * self.nodes, self.shape.depth)
 
     @property
     def model_source(self) -> str | None:  # type: ignore[override]
@@ -81,13 +83,13 @@ class Graft(Drafter):
         self._learn_prompt(seq)
         if drafted.probs:  # tokens that were drawn from a law may not be dropped, nor stand beside others
             return drafted
-        tree = grafting.prune(drafted, self._grafting.gates, budget.nodes)
+        tree = graft_gates.prune(drafted, self._grafting.gates, budget.nodes)
         for node in range(1, len(tree)):
             tree.sources.setdefault(node, self._inner.name)
         source = f"{self.name}: retrieved"
         if budget.width == 1:
-            return grafting.extend(tree, self._known, self._grafting.ranks, budget, source)
-        return grafting.fill(tree, self._slots, self._known, budget, source)
+            return graft_gates.extend(tree, self._known, self._grafting.ranks, budget, source)
+        return graft_gates.fill(tree, self._slots, self._known, budget, source)
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         self._inner.observe(seq, step, scores)
@@ -107,7 +109,7 @@ class Graft(Drafter):
 
 
 def _read(path: str) -> Grafting:
-    found = calibrated.section(path, "graft")
+    found = tuning_file.section(path, "graft")
     try:
         return Grafting.of(found)
     except (KeyError, TypeError, ValueError) as error:

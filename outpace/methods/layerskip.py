@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from outpace.core.lm import LM
+from outpace.core.sequence import Sequence
+from outpace.drafting.layer_search import Probe, Sample, parse, spell, without
+from outpace.drafting.model_drafter import SelfDrafting
 from outpace.errors import UsageError
-from outpace.growth import SelfDrafting
-from outpace.layers import Probe, Sample, parse, spell, without
-from outpace.models.base import LM
-from outpace.sequence import Sequence
 
 AUTO = "auto"
 logger = logging.getLogger(__name__)

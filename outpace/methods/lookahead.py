@@ -10,11 +10,11 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outpace.drafter import Drafter
+from outpace.core.drafter import Drafter
+from outpace.core.lm import Scores
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import ROOT, Budget, Tree
 from outpace.errors import UsageError
-from outpace.models.base import Scores
-from outpace.sequence import Sequence, Step
-from outpace.tree import ROOT, Budget, Tree
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from outpace.drafter import Drafter
+from outpace.core.drafter import Drafter
+from outpace.core.sequence import Sequence
+from outpace.core.tree import Budget, Tree
 from outpace.errors import UsageError
-from outpace.sequence import Sequence
-from outpace.tree import Budget, Tree
 
 # How sure it is that the next token follows too, by how many matched.
 TRUST = [1 - 0.75**n for n in range(64)]

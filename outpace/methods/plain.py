@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.drafter import Drafter
-from outpace.sequence import Sequence
-from outpace.tree import OFF, Budget, Tree
+from outpace.core.drafter import Drafter
+from outpace.core.sequence import Sequence
+from outpace.core.tree import OFF, Budget, Tree
 
 
 @dataclass(eq=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from outpace.core.lm import LM
+from outpace.drafting.layer_search import Probe, Sample, parse, spell, without
+from outpace.drafting.model_drafter import SelfDrafting
 from outpace.errors import UsageError, unknown
-from outpace.growth import SelfDrafting
-from outpace.layers import Probe, Sample, parse, spell, without
-from outpace.models.base import LM
 
 AUTO = "auto"
 RULES = ("angle", "search")

@@ -6,11 +6,11 @@ import heapq
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outpace.drafter import Drafter
-from outpace.models.base import Scores
-from outpace.sequence import Sequence, Step
-from outpace.successors import EMPTY, Successors
-from outpace.tree import ROOT, Budget, Tree
+from outpace.core.drafter import Drafter
+from outpace.core.lm import Scores
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import ROOT, Budget, Tree
+from outpace.drafting.successor_table import EMPTY, Successors
 
 Rows = dict[int, list[int]]  # token -> its successors when the last tree was read
 

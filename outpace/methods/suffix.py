@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outpace.drafter import Drafter
+from outpace.core.drafter import Drafter
+from outpace.core.sequence import Sequence
+from outpace.core.tree import ROOT, Budget, Signal, Tree
 from outpace.errors import UsageError
-from outpace.sequence import Sequence
-from outpace.tree import ROOT, Budget, Signal, Tree
 
 START = 0
 SEPARATOR = -1  # between answers of the store: no real token, so nothing is continued across it

@@ -15,13 +15,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from outpace import calibrated, registry, slim as choice
-from outpace.drafter import Drafter
+from outpace import registry
+from outpace.core.drafter import Drafter
+from outpace.core.lm import LM, Scores
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import ROOT, Budget, Signal, Tree
+from outpace.drafting import slim_search as choice, tuning_file
+from outpace.drafting.layer_search import parse
 from outpace.errors import UsageError
-from outpace.layers import parse
-from outpace.models.base import LM, Scores
-from outpace.sequence import Sequence, Step
-from outpace.tree import ROOT, Budget, Signal, Tree
 
 LEAST, MOST = 20, 400  # choices of the target from which a floor is drawn
 MISSED = 0.05  # share of them that may lie under it
@@ -99,7 +100,7 @@ class ViaSD(Drafter):
 
     def _sliced(self, target: choice.Layered) -> LM:
         if self.calibration is not None:
-            found = calibrated.section(self.calibration, "via_sd")
+            found = tuning_file.section(self.calibration, "via_sd")
             if not isinstance(found.get("layers"), list):
                 raise UsageError(f"the calibration {self.calibration!r} names no layers")
             return target.slice(found["layers"])

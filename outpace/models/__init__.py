@@ -1,1 +1,1 @@
-"""Adapters: each makes one kind of model an `LM`."""
+"""Runtimes that run a model for the loop: Transformers, compiled layers, CUDA graphs, GGUF."""

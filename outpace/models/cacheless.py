@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from outpace.models.base import Job, SlotLM
+from outpace.models.segment import Job
+from outpace.models.slots import SlotLM
 
 
 class CachelessLM(SlotLM):

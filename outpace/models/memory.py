@@ -3,38 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 from torch import nn
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of the weights, of the cache for some tokens, and what the cache may have."""
-
-    weights: int
-    token: int  # of the cache, for one token
-    tokens: int
-    available: int  # for the whole cache: what it holds now, and what is free
-
-    @property
-    def cache(self) -> int:
-        return self.token * self.tokens
-
-    @property
-    def fits(self) -> bool:
-        return self.cache <= self.available
-
-    def __str__(self) -> str:
-        return (
-            f"{size(self.weights)} of weights and {size(self.cache)} of cache for {self.tokens} tokens "
-            f"({size(self.available)} are there for it)"
-        )
-
-
-def size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def weights(model: nn.Module) -> int:

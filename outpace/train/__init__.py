@@ -1,1 +1,1 @@
-"""Training: heads, early exits and drafts for one target, on texts that the target wrote itself."""
+"""Training of heads and drafts, on the target's own answers."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outpace.jsonl import read_lines
+from outpace.storage.json_lines import read_lines
 from outpace.train.settings import Settings
 from outpace.train.validate import Figures
 from outpace.version import __version__

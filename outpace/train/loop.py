@@ -21,13 +21,13 @@ import torch
 
 from outpace.errors import OutpaceError, UsageError
 from outpace.train import checkpoint
-from outpace.train.batches import Batch, batches
 from outpace.train.checkpoint import Checkpoint, Reached
+from outpace.train.data.batches import Batch, batches
+from outpace.train.distributed import Trained, World
 from outpace.train.log import Log, Point
-from outpace.train.recipes import Recipe
+from outpace.train.recipes.heads import Recipe
 from outpace.train.settings import Settings
 from outpace.train.validate import Split, measure
-from outpace.train.world import Trained, World
 
 BETAS = (0.9, 0.95)
 WARMUP = 0.03  # of all steps

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outpace.api import Model
+from outpace.api.model import Model
 from outpace.errors import UsageError
-from outpace.train import checkpoint, log, recipes
+from outpace.train import checkpoint, log
+from outpace.train.data.records import read
+from outpace.train.distributed import World
 from outpace.train.loop import Loop
-from outpace.train.records import read
+from outpace.train.recipes import heads
 from outpace.train.settings import Settings
 from outpace.train.validate import split
-from outpace.train.world import World
 
 
 def check(settings: Settings, resume: bool) -> None:
@@ -19,7 +20,7 @@ def check(settings: Settings, resume: bool) -> None:
     for name in ("model", "data", "output"):
         if not getattr(settings, name):
             raise UsageError(f"a run needs {name}")
-    recipes.loss_of(settings)
+    heads.loss_of(settings)
     folder = Path(settings.output)
     there = (folder / checkpoint.FILE).exists()
     if resume and not there:
@@ -35,7 +36,7 @@ def prepare(settings: Settings, model: Model, world: World | None = None, resume
     check(settings, resume)
     records = read(settings.data, model.lm.vocab)
     texts = split(records, settings.validation, settings.seed)
-    loop = Loop(recipes.build(settings, model, texts.records), settings, texts, world)
+    loop = Loop(heads.build(settings, model, texts.records), settings, texts, world)
     if resume:
         loop.resume()
     return loop

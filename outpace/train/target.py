@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outpace.core.lm import LM
 from outpace.errors import UsageError
-from outpace.models.base import LM
-from outpace.models.quick import quicken
-from outpace.models.taps import decoder_layers, recording, twin
-from outpace.train.batches import Batch
+from outpace.models.hf.module import decoder_layers, recording, twin
+from outpace.models.hf.torch_compile import quicken
+from outpace.train.data.batches import Batch
 
 
 class Told(NamedTuple):

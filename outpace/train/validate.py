@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
+from outpace.core.stats import Stats
 from outpace.errors import OutpaceError, UsageError
-from outpace.stats import Stats
-from outpace.train.recipes import Served
-from outpace.train.records import Record
+from outpace.train.data.records import Record
+from outpace.train.recipes.heads import Served
 from outpace.train.settings import Settings
 
 

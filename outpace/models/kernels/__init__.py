@@ -1,1 +1,1 @@
-"""Triton kernels of the GPU path, each behind an operator that `torch.compile` and CUDA graphs take as it is."""
+"""Kernels: attention, products and the choice of tokens, in Triton and C++."""

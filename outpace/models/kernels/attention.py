@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.models.kernels.runtime import DTYPES, begin, constexpr, counters, early, jit, machine, power, tl
+from outpace.models.kernels.triton_runtime import DTYPES, begin, constexpr, counters, early, jit, machine, power, tl
 
 PART = 96  # rows of a part that takes about as long to join as a chunk to read (H200, 256 to 8,192 entries)
 

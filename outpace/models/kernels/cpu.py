@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from outpace.shelf import cache_dir
+from outpace.storage.files import cache_dir
 
 SOURCE = Path(__file__).with_name("few_rows.cpp")
 # No -ffast-math: the compiler would order the sums of one row in one way, and those of four rows in another.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.models.kernels.runtime import (
+from outpace.models.kernels.triton_runtime import (
     DTYPES,
     H200,
     Machine,

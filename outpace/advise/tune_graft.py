@@ -1,0 +1,205 @@
+"""Calibrate: gates and ranks of a grafting from traces (docs/methods.md).
+
+A trace says how sure a draft was and how much of it was accepted. Where it also holds passes of `recycling` on the same
+texts, it says what the table of successors would have got from there. So the speed with a gate can be told, and gates
+are added one by one, where they help most.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from outpace.drafting.graft_gates import Gate, Grafting, confidence, reach, stopped
+from outpace.drafting.rank_template import DEPTH, RANKS, likely_ranks, template
+from outpace.errors import UsageError
+from outpace.tracing.trace import Pass, RequestTrace, Trace
+
+TABLE = "recycling"  # whose guesses tell what the table of successors is worth
+WRAPPER = "graft"  # its drafts were cut already: they say nothing about what was cut off
+LEAST, MOST = 20, 2000  # passes: fewer say nothing, more would only take longer
+PRIOR = 8.0  # guesses of each rank that count as seen before
+MOST_GATES = 3
+KEEPS = (1 / 8, 1 / 4, 2 / 5, 2 / 3)  # shares of the nodes that a draft may keep at a gate
+FLOORS = 12  # thresholds that are tried at each depth
+WORTH = 1.002  # a gate that gains less is not worth its complication
+Text = tuple[tuple[int, ...], str]  # prompt and sampling: what decides an answer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One pass of a draft: how sure it was, and what of it was accepted."""
+
+    size: int  # nodes
+    confidence: list[float]  # chance of its best path, by depth
+    order: list[list[int]]  # of each accepted node: its place by likelihood, among the nodes down to each depth
+    retrieved: list[int]  # place in the table's tree of what that would have got right, in order
+
+    def tokens(self, gate: Gate | None, nodes: int) -> int:
+        """Committed by a pass of so many nodes, in which the draft was stopped by this gate, or by none."""
+        depth = len(self.confidence) if gate is None else gate.depth
+        room = nodes if gate is None else min(nodes, max(depth, round(gate.keep * nodes)))
+        own = _leading([places[depth - 1] for places in self.order[:depth]], room)
+        return 1 + max(own, _leading(self.retrieved, nodes - min(room, self.size)))
+
+
+def _leading(places: Seq[int], room: int) -> int:
+    """How many of these, from the first on, have a place."""
+    return next((i for i, place in enumerate(places) if place > room), len(places))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What is weighed: seconds of a pass, and of a level of the draft."""
+
+    target: float
+    level: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found, and what it should bring."""
+
+    grafting: Grafting
+    nodes: int
+    passes: int  # of a draft
+    table_passes: int  # of `recycling`
+    level: float  # of the draft, in passes of the target
+    stops: list[float]  # share of the passes that each gate stops
+    tokens: tuple[float, float]  # per pass, without gates and with them
+    speedup: float  # by the gates
+    template: list[int] = field(default_factory=list)  # nodes at each depth, of a tree of nothing else
+
+
+def calibrate(traces: Seq[Trace], nodes: int = 60, level: float | None = None) -> Calibration:
+    """Gates and ranks for trees of so many nodes; `level` is the cost of a level of the draft in passes of the target,
+    None: as the traces say."""
+    if nodes < 1 or (level is not None and level < 0):
+        raise UsageError("a calibration needs nodes >= 1 and a level cost of 0 or more")
+    requests = [request for trace in traces for request in trace.requests]
+    table = [request for request in requests if request.method == TABLE and request.policy == "fixed"]
+    known = {key: places for request in table for key, places in _retrieved(request)}
+    drafted = [(r, p) for r in requests if r.method not in (TABLE, WRAPPER) for p in r.passes if _scored(p)]
+    if len(drafted) < LEAST:
+        raise UsageError(
+            f"these traces have {len(drafted)} passes whose guesses all come with a chance, and {LEAST} are needed: "
+            "trace a method that knows how sure it is, such as draft or suffix"
+        )
+    costs = _costs([p for _, p in drafted], level)
+    samples = list(_samples(drafted[:: -(-len(drafted) // MOST)], known))
+    gates, chosen = _search(samples, nodes, costs)
+    ranks = _ranks(table)
+    counts = np.bincount([slot.depth for slot in template(ranks, nodes, len(ranks))], minlength=1)[1:]
+    without, with_gates = _outcome(samples, nodes, []), _outcome(samples, nodes, gates)
+    return Calibration(
+        Grafting(tuple(gates), ranks), nodes, len(drafted), sum(len(r.passes) for r in table),
+        costs.level / costs.target,
+        [sum(c is not None and c == g for c in chosen) / len(samples) for g in gates],
+        (float(without[0].mean()), float(with_gates[0].mean())),
+        _speed(with_gates, costs) / _speed(without, costs), counts.tolist(),
+    )  # fmt: skip
+
+
+def _scored(record: Pass) -> bool:
+    known = record.signals.keys() | record.chances.keys()
+    return len(record.tokens) > 1 and all(node in known for node in range(1, len(record.tokens)))
+
+
+def _retrieved(request: RequestTrace) -> Iterator[tuple[tuple[Text, int], list[int]]]:
+    """For every place of an answer, which nodes of the table's tree were right from there on."""
+    at, text = 0, _text(request)
+    for record in request.passes:
+        right = [node for node in record.path[1:] if node < len(record.tokens)]
+        for start in range(len(record.committed)):
+            yield (text, at + start), right[start:]
+        at += len(record.committed)
+
+
+def _text(request: RequestTrace) -> Text:
+    return tuple(request.prompt), json.dumps(request.sampling, sort_keys=True)
+
+
+def _samples(drafted: Seq[tuple[RequestTrace, Pass]], known: dict[tuple[Text, int], list[int]]) -> Iterator[Sample]:
+    starts: dict[int, int] = {}
+    for request in {id(r): r for r, _ in drafted}.values():
+        at = 0
+        for record in request.passes:
+            starts[id(record)] = at
+            at += len(record.committed)
+    for request, record in drafted:
+        tree = record.step.tree
+        chances, depths = reach(tree), tree.depths
+        order = []
+        for node in record.path[1:]:
+            better = [d for n, d in enumerate(depths) if n and (-chances[n], n) <= (-chances[node], node)]
+            order.append([sum(d <= depth for d in better) for depth in range(1, max(depths) + 1)])
+        yield Sample(
+            len(tree) - 1, confidence(tree, chances), order, known.get((_text(request), starts[id(record)]), [])
+        )
+
+
+def _costs(records: Seq[Pass], level: float | None) -> Costs:
+    """Sums, not means of ratios: a pass that took long counts for what it took."""
+    target = sum(p.seconds.get("score", 0.0) for p in records) / len(records)
+    if level is not None:
+        return Costs(1.0, level)
+    if target <= 0:
+        raise UsageError("these traces do not say how long a pass took: give --level-cost")
+    levels = sum(max(p.step.tree.depths) for p in records)
+    return Costs(target, sum(p.seconds.get("draft", 0.0) for p in records) / levels)
+
+
+def _search(samples: Seq[Sample], nodes: int, costs: Costs) -> tuple[list[Gate], list[Gate | None]]:
+    """Add the gate that makes the whole fastest, until none does or there are enough."""
+    gates: list[Gate] = []
+    best = _speed(_outcome(samples, nodes, gates), costs)
+    while len(gates) < MOST_GATES:
+        free = [d for d in range(1, DEPTH + 1) if all(gate.depth != d for gate in gates)]
+        tried = [(_speed(_outcome(samples, nodes, [*gates, gate]), costs), gate) for gate in _candidates(samples, free)]
+        speed, gate = max(tried, default=(0.0, None), key=lambda pair: pair[0])
+        if gate is None or speed < WORTH * best:
+            break
+        best, gates = speed, sorted([*gates, gate])
+    return gates, [stopped(sample.confidence, gates) for sample in samples]
+
+
+def _candidates(samples: Seq[Sample], depths: Seq[int]) -> Iterator[Gate]:
+    for depth in depths:
+        seen = [sample.confidence[depth - 1] for sample in samples if len(sample.confidence) >= depth]
+        if len(seen) < LEAST:
+            continue
+        floors = {round(float(q), 4) for q in np.quantile(seen, np.linspace(0, 1, FLOORS + 1)[1:])}
+        yield from (Gate(depth, min(floor, 1.0), keep) for floor, keep in product(sorted(floors), KEEPS))
+
+
+def _outcome(samples: Seq[Sample], nodes: int, gates: Seq[Gate]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and levels of every pass."""
+    tokens, levels = [], []
+    for sample in samples:
+        gate = stopped(sample.confidence, gates)
+        tokens.append(sample.tokens(gate, nodes))
+        levels.append(len(sample.confidence) if gate is None else gate.depth)
+    return np.array(tokens), np.array(levels)
+
+
+def _speed(outcome: tuple[np.ndarray, np.ndarray], costs: Costs) -> float:
+    tokens, levels = outcome
+    return float(tokens.sum() / (len(tokens) * costs.target + levels.sum() * costs.level))
+
+
+def _ranks(table: Seq[RequestTrace]) -> tuple[tuple[float, ...], ...]:
+    """How often each rank was right at each depth under an accepted node; what is known beforehand counts a little."""
+    before = likely_ranks()
+    offered = np.full((DEPTH, RANKS), PRIOR)
+    matched = PRIOR * np.array(before)
+    for record in (p for request in table for p in request.passes):
+        tree = record.step.tree
+        for depth, node in enumerate(record.path[: len(record.committed)]):
+            for rank, child in enumerate(tree.children(node)[:RANKS] if depth < DEPTH else ()):
+                offered[depth, rank] += 1
+                matched[depth, rank] += child in record.path
+    return tuple(tuple(round(float(chance), 4) for chance in level) for level in matched / offered)

@@ -1,0 +1,1 @@
+"""What users hold: load, Model, Request, Stream."""

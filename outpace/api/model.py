@@ -1,0 +1,280 @@
+"""Model: what `load` and `wrap` give: generate, and stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Seq
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import OutOfMemoryError
+
+from outpace import registry
+from outpace.api.request import Request
+from outpace.api.stream import Piece, Stream
+from outpace.core.drafter import Drafter
+from outpace.core.engine import Engine, Event
+from outpace.core.lm import LM
+from outpace.core.policy import Policy
+from outpace.core.sequence import Limits, Sequence
+from outpace.cross_tokenizer.by_tokens import Side, translated
+from outpace.errors import CacheFull, RequestFailed, UsageError
+from outpace.policies.controller import costs
+from outpace.policies.controller.controller import Goodput
+from outpace.policies.controller.costs import Costs
+from outpace.sampling.grammar import GrammarCompiler
+from outpace.sampling.processors import Rules, build
+from outpace.sampling.sampler import Sampler
+from outpace.text import TextStream, Tokenizer, encode, is_chat, is_ids
+from outpace.threads.worker import Worker
+from outpace.tracing.trace import TraceWriter
+
+
+class Model:
+    """A target model with its tokenizer, ready to generate by any method."""
+
+    def __init__(self, lm: LM, tokenizer: Tokenizer | None = None, stop_tokens: Iterable[int] = (), name: str = ""):
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self.stop_tokens = frozenset(stop_tokens)
+        self.name = name
+        self.engine = Engine(lm)
+        self._methods: dict[Any, Drafter] = {}  # so that what a method learned serves the next call
+        self._drafts: dict[tuple[int, int], tuple[Side, LM]] = {}
+        self._costs: Costs | None = None
+        self._compilers: dict[frozenset[int], GrammarCompiler] = {}
+
+    @property
+    def max_rows(self) -> int:
+        """How many requests run at a time; further ones wait."""
+        return self.engine.scheduler.max_rows
+
+    @max_rows.setter
+    def max_rows(self, count: int) -> None:
+        self.engine.scheduler.max_rows = count
+
+    def generate(self, prompt: Any, *, trace: str | Path | TraceWriter | None = None, **settings: Any) -> Any:
+        """Complete one prompt, or a list of them as one batch; `n` samples of one prompt come as a list.
+
+        Settings are the fields of `Request` and of `Sampling`, and the options of the method. `trace` is a file, or a
+        writer that several calls share. Calls from several threads share passes, and each gets the text that it would
+        get alone.
+        """
+        requests, many = self._requests(prompt, settings)
+        opened = TraceWriter(trace, self.tokenizer, self.name) if isinstance(trace, str | Path) else nullcontext(trace)
+        with opened as writer, self._stream(requests, writer, whole=True) as stream:
+            for _ in stream:
+                pass
+        return _results(stream, many)
+
+    def stream(self, prompt: Any, *, trace: TraceWriter | None = None, **settings: Any) -> Stream:
+        """The same, as it comes: one piece per pass of each prompt. Closing the stream cancels the rest.
+
+        The text is written whether or not it is read; `for` reads it in a thread, `async for` in an event loop.
+        """
+        return self._stream(self._requests(prompt, settings)[0], trace)
+
+    async def agenerate(self, prompt: Any, **settings: Any) -> Any:
+        """`generate` in an event loop; a task that is cancelled cancels its requests."""
+        requests, many = self._requests(prompt, settings)
+        stream = await asyncio.to_thread(self._stream, requests, None, True)  # preparing a method may take a while
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.cancel()
+        return _results(stream, many)
+
+    async def astream(self, prompt: Any, **settings: Any) -> AsyncIterator[Piece]:
+        """`stream` in an event loop; leaving the loop over it cancels the rest."""
+        stream = await asyncio.to_thread(self.stream, prompt, **settings)
+        try:
+            async for piece in stream:
+                yield piece
+        finally:
+            stream.cancel()
+
+    def clear_cache(self) -> None:
+        """Forget the texts of requests that have ended: the next one is computed from its first token on."""
+        self.worker.call(self.lm.clear)
+
+    def weights_changed(self) -> None:
+        """The weights have changed, in place: use nothing that was computed with the old ones."""
+        self.worker.call(self.lm.refresh)
+
+    @property
+    def worker(self) -> Worker:
+        """The thread that runs this model's passes, whoever asks for them."""
+        return self.lm.worker
+
+    def _stream(self, requests: list[Request], trace: TraceWriter | None, whole: bool = False) -> Stream:
+        # Every request is checked before the first one runs.
+        seqs = [self.sequence(request, i) for request in requests for i in range(request.n)]
+        return Stream(self, seqs, trace, whole)
+
+    def submit(self, seqs: Seq[Sequence], trace: TraceWriter | None = None) -> None:
+        """Queue requests, or refuse them all; each tells its listener what happens to it. From any thread."""
+        for seq in seqs:
+            for lm in seq.drafter.models():
+                self.worker.join(lm.worker)
+            for part in (seq.drafter, seq.policy, seq.verifier):  # what they learn is learned on one thread
+                self.worker.join(vars(part).setdefault("_worker", self.worker))
+        try:
+            self.worker.call(partial(self._submit, seqs, trace))
+        except BaseException:  # the caller may have been interrupted while it waited
+            self.cancel(seqs)
+            raise
+
+    def cancel(self, seqs: Seq[Sequence]) -> None:
+        """End requests soon; from any thread, and it does not wait."""
+        if not all(seq.finished for seq in seqs):
+            self.worker.post(partial(self._cancel, seqs))
+
+    def _submit(self, seqs: Seq[Sequence], trace: TraceWriter | None) -> None:
+        submitted: list[Sequence] = []
+        try:
+            for seq in seqs:
+                if isinstance(seq.policy, Goodput) and seq.policy.costs is None:
+                    seq.policy.costs = self._measured()
+                submitted.append(seq)
+                self.engine.submit(seq)
+            if trace is not None:
+                trace.begin(seqs)
+        except BaseException:
+            self._cancel(submitted)
+            raise
+        self.worker.serve(self.engine)
+
+    def _cancel(self, seqs: Seq[Sequence]) -> None:
+        for seq in seqs:
+            if not seq.finished:
+                self.engine.cancel(seq)
+                if seq.listener is not None:
+                    seq.listener(Event(seq))
+
+    def _requests(self, prompt: Any, settings: dict[str, Any]) -> tuple[list[Request], bool]:
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # ids as a tensor or an array
+        single = isinstance(prompt, str | Request) or is_chat(prompt) or (is_ids(prompt) and len(prompt) > 0)
+        if not single and (not isinstance(prompt, Seq) or not prompt):
+            raise UsageError("the prompt is empty" if isinstance(prompt, Seq) else f"not a prompt: {prompt!r}")
+        return [Request.of(p, settings) for p in ([prompt] if single else prompt)], not single
+
+    def sequence(self, request: Request, stream: int = 0) -> Sequence:
+        """The request as the engine takes it; `stream` tells the samples of one prompt apart."""
+        tokens = encode(request.prompt, self.tokenizer, self.lm.vocab)
+        room = self.lm.context - len(tokens)
+        if room < 1:
+            raise UsageError(f"the prompt has {len(tokens)} tokens and the model holds {self.lm.context}")
+        stops = frozenset(request.stop_tokens) | (frozenset() if request.ignore_eos else self.stop_tokens)
+        rules = Rules(
+            request.min_tokens, tuple(sorted(stops)), self._banned(request), tuple(request.processors),
+            self._grammar(request, len(tokens), stops),
+        )  # fmt: skip
+        drafter = self.method(request)
+        return Sequence(
+            tokens=tokens,
+            limits=Limits(
+                min(request.max_tokens, room), request.min_tokens, stops, request.logprobs, request.processed_logprobs
+            ),
+            sampler=Sampler(request.sampling, build(request.sampling, rules, len(tokens), self.lm.vocab), stream),
+            drafter=drafter,
+            verifier=self._named(request.verifier or drafter.verifier, registry.verifier),
+            policy=self.policy(request),
+            watcher=self._watcher(request),
+        )
+
+    def method(self, request: Request) -> Drafter:
+        """The drafter of a request; the same name and options give the same object, with all it has learned."""
+        if isinstance(request.method, Drafter):
+            return request.method
+        name, options = request.method, dict(request.options)
+        if request.draft is not None:
+            options["draft"] = self.draft_of(request.draft)
+        key = (name, tuple(sorted((k, id(v) if k == "draft" else v) for k, v in options.items())))
+        if key not in self._methods:
+            self._methods.setdefault(key, registry.method(name, **options))  # another thread may have been faster
+        return self._methods[key]
+
+    def policy(self, request: Request) -> Policy:
+        """The policy of a request: its own, or the one that its method asks for."""
+        given = self.method(request).policy if request.policy is None else request.policy
+        found: Policy = self._named(given, registry.policy)
+        return found
+
+    @property
+    def costs(self) -> Costs | None:
+        """What a pass takes here, measured on first use; None while there is no room to measure it."""
+        return self._measured() if self.worker.here else self.worker.call(self._measured)
+
+    def _measured(self) -> Costs | None:
+        if self._costs is None:
+            try:
+                self._costs = costs.of(self.lm, self.name)
+            except (CacheFull, OutOfMemoryError):
+                return None
+        return self._costs
+
+    def draft_of(self, draft: Model | LM) -> LM:
+        """The draft as our tokens see it; a bare LM is taken to have the same ones."""
+        if isinstance(draft, str | Path):
+            raise UsageError(f"a draft is a model that was loaded: draft=outpace.load({str(draft)!r})")
+        if not isinstance(draft, Model):
+            return draft
+        key = id(draft.lm), id(draft.tokenizer)
+        if key not in self._drafts:
+            theirs = Side(draft.lm, draft.tokenizer, draft.name)
+            self._drafts.setdefault(key, (theirs, translated(Side(self.lm, self.tokenizer, self.name), theirs)))
+        return self._drafts[key][1]
+
+    def _named(self, given: Any, make: Callable[..., Any]) -> Any:
+        """An object, or one made from "name" or "name:option=value,option=value"."""
+        if not isinstance(given, str):
+            return given
+        key = (make.__name__, given)
+        if key not in self._methods:
+            name, options = registry.parse(given)
+            self._methods.setdefault(key, make(name, **options))
+        return self._methods[key]
+
+    def _watcher(self, request: Request) -> TextStream | None:
+        stops = [request.stop] if isinstance(request.stop, str) else list(request.stop)
+        if self.tokenizer is None:
+            if stops:
+                raise UsageError("stop strings need a tokenizer")
+            return None
+        return TextStream(self.tokenizer, stops, request.min_tokens)
+
+    def _banned(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        out = []
+        for word in request.banned:
+            if isinstance(word, str):
+                if self.tokenizer is None:
+                    raise UsageError("banned words need a tokenizer; pass token sequences")
+                # A word is spelled differently at the start of a text and after a space.
+                forms = {tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in (word, " " + word)}
+                out += [form for form in forms if form]
+            else:
+                out.append(tuple(word))
+        return tuple(out)
+
+    def _grammar(self, request: Request, start: int, stops: frozenset[int]) -> Any:
+        sources: dict[str, Any] = {"json_schema": request.json_schema, "regex": request.regex, "lark": request.lark}
+        given = {name: source for name, source in sources.items() if source is not None}
+        if not given:
+            return None
+        if self.tokenizer is None:
+            raise UsageError("a grammar needs a tokenizer")
+        if stops not in self._compilers:
+            self._compilers.setdefault(stops, GrammarCompiler(self.tokenizer, self.lm.vocab, stops))
+        return self._compilers[stops].compile(**given, start=start)
+
+
+def _results(stream: Stream, many: bool) -> Any:
+    completions = stream.completions
+    if many or len(completions) > 1:
+        return completions
+    if completions[0].error is not None:
+        raise RequestFailed(completions[0].error)
+    return completions[0]

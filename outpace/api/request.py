@@ -1,0 +1,81 @@
+"""Request: one prompt, and everything that can be set for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outpace import registry
+from outpace.errors import UsageError, unknown
+from outpace.registry import catalogue
+from outpace.sampling.settings import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outpace.api.model import Model
+    from outpace.core.drafter import Drafter
+    from outpace.core.lm import LM
+    from outpace.core.policy import Policy
+    from outpace.core.verifier import Verifier
+    from outpace.text import Prompt
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and everything that can be set for it; `generate` and `stream` take the same names as keywords."""
+
+    prompt: Prompt
+    method: str | Drafter = "auto"  # also "name:option=value,..."
+    draft: Model | LM | None = None
+    policy: str | Policy | None = None  # None: "auto" for the method "auto", else "fixed"
+    verifier: str | Verifier | None = None  # None: what the method asks for, "match" for nearly all
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: str | Seq[str] = ()
+    stop_tokens: Seq[int] = ()
+    ignore_eos: bool = False
+    banned: Seq[str | Seq[int]] = ()  # words, or token sequences, that must not appear
+    logprobs: int | None = None
+    processed_logprobs: bool = False  # of the law that was sampled, after all settings, not of the model's own
+    n: int = 1
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    lark: str | None = None  # a grammar in llguidance's Lark syntax
+    processors: Seq[Callable[[Tensor, Tensor], Tensor]] = ()  # Transformers' LogitsProcessor objects, as they are
+    sampling: Sampling = field(default_factory=Sampling)
+    options: dict[str, Any] = field(default_factory=dict)  # of the method
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1 or self.min_tokens < 0 or self.n < 1:
+            raise UsageError("max_tokens and n must be at least 1, and min_tokens at least 0")
+        constraints = {"json_schema": self.json_schema, "regex": self.regex, "lark": self.lark}
+        given = [name for name, source in constraints.items() if source is not None]
+        if len(given) > 1:
+            raise UsageError(f"one constraint at a time, not {' and '.join(given)}")
+
+    @classmethod
+    def of(cls, prompt: Prompt | Request, given: dict[str, Any]) -> Request:
+        """A request from keywords: sampling settings and the method's options are sorted out of them."""
+        if isinstance(prompt, Request):
+            if given:
+                raise UsageError(f"a Request carries its own settings; put {', '.join(given)} into it")
+            return prompt
+        own = {f.name for f in dataclasses.fields(cls)} - {"prompt", "sampling", "options"}
+        sampled = {f.name for f in dataclasses.fields(Sampling)}
+        name = given.get("method", "auto")
+        if isinstance(name, str):
+            name, spelled = registry.parse(name)
+            given = {**spelled, **given, "method": name}
+        optional = set(catalogue.entry("method", name).options) if isinstance(name, str) else set()
+        for key in given:
+            if key not in own | sampled | optional:
+                raise unknown("option", key, own | sampled | optional)
+        return cls(
+            prompt,
+            sampling=Sampling(**{k: v for k, v in given.items() if k in sampled}),
+            options={k: v for k, v in given.items() if k in optional - own},
+            **{k: v for k, v in given.items() if k in own},
+        )

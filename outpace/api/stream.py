@@ -1,0 +1,222 @@
+"""Stream: the pieces of one or more requests as they come. What a request gave is its Completion."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from outpace.core.engine import Event
+from outpace.core.sequence import FinishReason, Logprob, Sequence, Step
+from outpace.core.stats import Stats
+from outpace.text import TextStream
+from outpace.tracing.trace import TraceWriter
+
+if TYPE_CHECKING:
+    from outpace.api.model import Model
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request gave."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason | None  # None while it runs
+    stats: Stats
+    prompt_tokens: int
+    method: str
+    lossless: bool
+    logprobs: list[Logprob] | None = None
+    error: str | None = None
+
+    @classmethod
+    def of(cls, seq: Sequence) -> Completion:
+        return cls(
+            text=seq.watcher.text if isinstance(seq.watcher, TextStream) else "",
+            tokens=seq.generated,
+            finish_reason=seq.finish_reason,
+            stats=seq.stats,
+            prompt_tokens=seq.prompt_length,
+            method=seq.drafter.name or type(seq.drafter).__name__,
+            lossless=seq.drafter.lossless and seq.verifier.lossless,
+            logprobs=seq.logprobs if seq.limits.logprobs is not None else None,
+            error=seq.error,
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one pass added to a stream."""
+
+    text: str
+    drafted: list[tuple[str, bool]]  # the same text in runs: True where it came from accepted guesses
+    tokens: list[int]
+    step: Step | None
+    index: int = 0  # which prompt
+    completion: Completion | None = None  # with the last piece
+
+
+class Closed:
+    """Ends a mailbox: nothing comes after it."""
+
+
+Mail = Piece | Exception | Closed
+
+
+class Mailbox:
+    """Passes pieces from the engine's thread to a reader, which waits in a thread or in an event loop."""
+
+    def __init__(self) -> None:
+        self._mail: SimpleQueue[Mail] = SimpleQueue()
+        self._wake: Callable[[], object] | None = None
+
+    def put(self, mail: Mail) -> None:
+        self._mail.put(mail)
+        if self._wake is not None:
+            self._wake()
+
+    def get(self) -> Mail:
+        return self._mail.get()
+
+    async def wait(self) -> Mail:
+        arrived, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(arrived.set)
+
+        self._wake = wake
+        while True:
+            try:
+                return self._mail.get_nowait()
+            except Empty:
+                await arrived.wait()
+                arrived.clear()
+
+
+@dataclass
+class Listener:
+    """Turns the events of one request into pieces, on the engine's thread."""
+
+    index: int
+    mailbox: Mailbox
+    trace: TraceWriter | None
+    whole: bool  # only the last piece is wanted
+
+    def __call__(self, event: Event) -> None:
+        """An error here, such as a full disk under a trace, is the reader's."""
+        seq = event.seq
+        try:
+            if self.trace is not None:
+                self.trace.event(event)
+            if seq.cause is not None:
+                self.mailbox.put(seq.cause)
+            elif seq.finished or not self.whole:
+                self.mailbox.put(self._piece(event))
+        except Exception as error:
+            self.mailbox.put(error)
+
+    def _piece(self, event: Event) -> Piece:
+        seq, tokens = event.seq, [] if event.step is None else event.step.tokens
+        runs: list[tuple[str, bool]] = []
+        if isinstance(seq.watcher, TextStream):
+            if seq.finished:
+                seq.watcher.finish()
+            if not self.whole:
+                runs = [(span.text, seq.drafted[span.token]) for span in seq.watcher.take()]
+        text = "".join(text for text, _ in runs)
+        return Piece(text, runs, tokens, event.step, self.index, Completion.of(seq) if seq.finished else None)
+
+
+class Stream(Iterator[Piece]):
+    """Pieces of one or more requests as they come; `completions` is what has been read of each.
+
+    The requests run whether or not anyone reads. Closing the stream, or dropping it, cancels what still runs.
+    """
+
+    def __init__(self, model: Model, seqs: list[Sequence], trace: TraceWriter | None = None, whole: bool = False):
+        self._model, self._seqs = model, seqs
+        self._mailbox = Mailbox()
+        self._read = [(0, "")] * len(seqs)  # tokens and text of each request that the reader has
+        self._ended: dict[int, Completion] = {}
+        self._closed = False
+        for i, seq in enumerate(seqs):
+            seq.listener = Listener(i, self._mailbox, trace, whole)
+            seq.watched = trace is not None
+        model.submit(seqs, trace)
+        # Nothing on the engine's thread refers to the stream, so one that is dropped is collected.
+        weakref.finalize(self, model.cancel, seqs).atexit = False
+
+    def __next__(self) -> Piece:
+        if self._over:
+            raise StopIteration
+        piece = self._take(self._mailbox.get())
+        if piece is None:
+            raise StopIteration
+        return piece
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if self._over:
+            raise StopAsyncIteration
+        piece = self._take(await self._mailbox.wait())
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    def _take(self, mail: Mail) -> Piece | None:
+        if isinstance(mail, Closed):
+            self._mailbox.put(mail)  # for other threads that read
+            return None
+        if isinstance(mail, Exception):
+            self.cancel()
+            raise mail
+        count, text = self._read[mail.index]
+        self._read[mail.index] = count + len(mail.tokens), text + mail.text
+        if mail.completion is not None:
+            self._ended[mail.index] = mail.completion
+        return mail
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or len(self._ended) == len(self._seqs)
+
+    def cancel(self) -> None:
+        """Cancel what still runs, soon; does not wait."""
+        if not self._over:
+            self._closed = True
+            self._model.cancel(self._seqs)
+            self._mailbox.put(Closed())
+
+    def close(self) -> None:
+        """Cancel what still runs; its rows are free again when this returns."""
+        if not self._over:
+            self.cancel()
+            if not self._model.worker.here:
+                self._model.worker.call(lambda: None)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def completions(self) -> list[Completion]:
+        """What has been read of each request."""
+        return [self._ended.get(i) or self._partly(i) for i in range(len(self._seqs))]
+
+    def _partly(self, index: int) -> Completion:
+        found, (count, text) = Completion.of(self._seqs[index]), self._read[index]
+        logprobs = None if found.logprobs is None else found.logprobs[:count]
+        reason: FinishReason | None = "cancelled" if self._closed else None
+        return replace(
+            found, text=text, tokens=found.tokens[:count], logprobs=logprobs, finish_reason=reason, error=None
+        )

@@ -1,0 +1,109 @@
+"""What the command line shows: live text with accepted guesses in green, a line of statistics, tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outpace.registry.catalogue import KINDS, entries
+
+if TYPE_CHECKING:
+    from outpace.api.stream import Completion, Stream
+
+GUESSED = "green"
+
+
+def live(stream: Stream) -> Completion:
+    """Print pieces as they come and one line of statistics at the end; Ctrl-C keeps what is there."""
+    console = Console(highlight=False)
+    start = time.perf_counter()
+    try:
+        for piece in stream:
+            for run, drafted in piece.drafted:
+                console.print(Text(run, style=GUESSED if drafted else ""), end="", soft_wrap=True)
+    except KeyboardInterrupt:
+        stream.close()
+    done = stream.completions[0]
+    console.print()
+    console.print(Text(statistics(done, time.perf_counter() - start), style="dim"))
+    return done
+
+
+def silently(stream: Stream) -> Completion:
+    """Run to the end and show nothing."""
+    for _ in stream:
+        pass
+    return stream.completions[0]
+
+
+def statistics(done: Completion, seconds: float) -> str:
+    stats = done.stats
+    kind = "lossless" if done.lossless else "LOSSY"
+    return (
+        f"{stats.tokens} tokens in {seconds:.2f} s ({stats.tokens / seconds:.1f}/s) · {stats.passes} passes, "
+        f"{stats.tokens_per_pass:.2f} tokens per pass · {stats.accepted} of {stats.drafted} guesses accepted · "
+        f"{done.method}, {kind} · {done.finish_reason}"
+    )
+
+
+def to_json(done: Completion) -> dict[str, Any]:
+    return dataclasses.asdict(done) | {"stats": done.stats.to_dict()}
+
+
+def catalogue() -> dict[str, dict[str, dict[str, Any]]]:
+    """Every method, policy and verifier: what it is, whether it keeps the law, its options and their defaults."""
+    return {
+        plural: {name: dataclasses.asdict(entry) for name, entry in entries(kind).items()}
+        for plural, kind in KINDS.items()
+    }
+
+
+def _kept(entry: dict[str, Any], no: str) -> str:
+    """Whether the law is kept, and what would make a lossy method keep it."""
+    if entry["lossless"]:
+        return "yes"
+    given = ", ".join(f"{name}={value}" for name, value in entry["lossless_if"].items())
+    return f"{no}; yes with {given}" if given else no
+
+
+def catalogue_tables() -> list[Table]:
+    tables = []
+    for kind, known in catalogue().items():
+        table = Table("name", "lossless", "what it does", "options", title=kind, title_justify="left", expand=True)
+        for name, entry in known.items():
+            options = ", ".join(f"{k}={v}" for k, v in entry["options"].items())
+            table.add_row(name, _kept(entry, "[red]no[/]"), entry["about"], options)
+        tables.append(table)
+    return tables
+
+
+def methods_markdown() -> str:
+    """The methods as a Markdown table, for the README."""
+    rows = ["| method | what it does | lossless | options |", "|---|---|---|---|"]
+    for name, entry in catalogue()["methods"].items():
+        options = ", ".join(f"`{k}={v}`" for k, v in entry["options"].items()) or "none"
+        rows.append(f"| `{name}` | {entry['about']} | {_kept(entry, '**no**')} | {options} |")
+    return "\n".join(rows)
+
+
+def shelf_rows() -> list[dict[str, Any]]:
+    from outpace.api import demo_weights
+
+    shown = ("package", "sha256", "bytes", "licence", "description")
+    return [
+        {"name": name, **{key: getattr(entry, key) for key in shown}, "cached": demo_weights.is_cached(name)}
+        for name, entry in demo_weights.SHELF.items()
+    ]
+
+
+def shelf_table() -> Table:
+    table = Table("name", "what", "download", "licence", "here")
+    for row in shelf_rows():
+        here = "yes" if row["cached"] else "no"
+        table.add_row(row["name"], row["description"], f"{row['bytes'] / 1e6:.0f} MB", row["licence"], here)
+    return table

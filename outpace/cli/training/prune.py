@@ -1,0 +1,130 @@
+"""outpace prune: which layers a model could do without, and a checkpoint without them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outpace.cli import checks
+from outpace.cli.common import Loading, app, load_model, reports_errors, stderr
+from outpace.cli.flags import AsJson, Device, Dtype
+from outpace.errors import UnsupportedModel, UsageError, unknown
+from outpace.version import __version__
+
+if TYPE_CHECKING:
+    from outpace.api.model import Model
+    from outpace.drafting.layer_search import Probe
+
+RULES = ("angle", "search")
+DEPTH = 4  # of the chains that are counted
+LONGEST = 512  # tokens of a text
+
+Remove = Annotated[int, typer.Option(help="How many layers to leave out.")]
+Layers = Annotated[str | None, typer.Option(help="Exactly the layers that stay, as 0-8+15-29, instead of --remove.")]
+Output = Annotated[Path | None, typer.Option(help="Write the checkpoint to this folder, which must not exist yet.")]
+By = Annotated[str, typer.Option(help="angle: a block that turns its input least; search: any layers, tried out.")]
+Tries = Annotated[int, typer.Option(min=0, help="Sets of layers that the search looks at.")]
+Prompts = Annotated[Path | None, typer.Option(help="JSONL with prompt, turns or messages; default: a set of our own.")]
+
+
+@app.command()
+@reports_errors
+def prune(
+    model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")],
+    remove: Remove = 0,
+    layers: Layers = None,
+    output: Output = None,
+    by: By = RULES[0],
+    tries: Tries = 24,
+    prompts: Prompts = None,
+    limit: Annotated[int | None, typer.Option(help="Most prompts per task.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the model's own answers to look at.")] = 32,
+    as_json: AsJson = False,
+    dtype: Dtype = None,
+    device: Device = None,
+) -> None:
+    """Find the layers that a model misses least, on its own answers; with --output, write it without them.
+
+    What is written is a draft for the same model, or for a larger one with the same vocabulary: --draft FOLDER.
+    """
+    loading = Loading(dtype, device, eager=True)
+    loading.check(model)
+    if by not in RULES:
+        raise unknown("rule to prune by", by, RULES)
+    if (remove > 0) == (layers is not None):
+        raise UsageError("say how many layers to leave out with --remove, or which ones stay with --layers")
+    checks.readable(prompts)
+    from outpace.drafting.layer_search import parse, spell, without
+    from outpace.models.hf import checkpoint as checkpoints
+
+    if output is not None:
+        checkpoints.check_output(output)
+    lm = load_model(model, loading)
+    stack = lm.lm.stack
+    if stack < 2:
+        raise UnsupportedModel(f"{model} has no stack of layers to leave some out of")
+    if remove >= stack:
+        raise UsageError(f"--remove {remove} leaves no layer: {model} has {stack}")
+    with stderr.status("looking at the model's answers"):
+        probe = _probe(lm, prompts, limit, max_tokens)
+        gone = probe.search(remove, tries) if by == "search" else probe.block(remove) if remove else []
+        kept = without(stack, gone) if layers is None else sorted(set(parse(layers)))
+        found = _figures(probe, kept)
+    if output is not None:
+        with stderr.status(f"writing {output}"):
+            rule = "as given" if layers is not None else f"chosen by {by}"
+            note = _note(model, spell(kept), stack, rule, found)
+            checkpoints.save(lm.lm.model, kept, lm.tokenizer, output, note)  # type: ignore[attr-defined]
+    left = [layer for layer in range(stack) if layer not in kept]
+    if as_json:
+        answer = {"model": model, "kept": kept, "removed": left, **found, "output": output and str(output)}
+        typer.echo(json.dumps(answer))
+    else:
+        _show(kept, left, found, output)
+
+
+def _probe(lm: Model, prompts: Path | None, limit: int | None, max_tokens: int) -> Probe:
+    """The model's own answers: places where a draft would have to agree with it."""
+    from outpace.drafting.layer_search import Probe, Sample
+    from outpace.prompts import tasks
+
+    asked = [tasks.encode(prompt, lm)[-LONGEST:] for prompt in tasks.load(prompts, limit=limit)]
+    answers = lm.generate(asked, method="plain", max_tokens=max_tokens)
+    return Probe(lm.lm, [Sample(p + a.tokens, len(p) - 1) for p, a in zip(asked, answers, strict=True)])
+
+
+def _figures(probe: Probe, kept: list[int]) -> dict[str, Any]:
+    from outpace.drafting.layer_search import agreement, tokens_per_pass
+
+    matches = probe.kept(kept)
+    return {
+        "agreement": agreement(matches),
+        "tokens_per_pass": tokens_per_pass(matches, DEPTH),
+        "share": probe.target.share(len(kept)),
+        "places": sum(map(len, matches)),
+    }
+
+
+def _note(model: str, kept: str, stack: int, rule: str, found: dict[str, Any]) -> str:
+    return (
+        f"# {Path(model).name} without some of its layers\n\n"
+        f"Layers {kept} of {stack} of `{model}`, {rule}, with all other weights as they were and no training after. "
+        f"On {found['places']} places of the whole model's own answers, the ones that the choice was made with, it "
+        f"chose the same token on {found['agreement']:.0%}. Made as a draft for speculative decoding by "
+        f"`outpace prune` (outpace {__version__}); the licence is that of the original.\n"
+    )
+
+
+def _show(kept: list[int], left: list[int], found: dict[str, Any], output: Path | None) -> None:
+    from outpace.drafting.layer_search import spell
+
+    table = Table("layers that stay", "left out", "same choice", f"tokens per pass, depth {DEPTH}", "cost of a guess")
+    figures = f"{found['agreement']:.0%}", f"{found['tokens_per_pass']:.2f}", f"{found['share']:.2f} passes"
+    table.add_row(spell(kept), spell(left), *figures)
+    Console().print(table)
+    typer.echo(f"--method pruned -o layers={spell(kept)}" + (f", or --draft {output}" if output is not None else ""))

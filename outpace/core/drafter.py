@@ -1,0 +1,71 @@
+"""Drafter: who guesses. A method is a subclass with dataclass fields for options and one function, `propose`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, ClassVar
+
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import Budget, Tree
+from outpace.errors import UsageError
+
+if TYPE_CHECKING:
+    from outpace.core.lm import LM, Scores
+
+
+class Drafter:
+    """Base of all methods: what most of them leave as it is. One object serves every row of a batch."""
+
+    name: str = ""  # in the registry
+    lossless: bool = True  # of a class: with its default options
+    lossless_if: ClassVar[dict[str, object]] = {}  # options that make a lossy method lossless, if there are any
+    policy: str = "fixed"  # that it runs under unless told otherwise
+    verifier: str = "match"  # that judges its guesses unless told otherwise
+    reads_logits: ClassVar[bool] = False  # whether it learns from all logits of every pass
+    model_source: str | None = None  # source of the nodes that cost a pass of a model per level; None: there are none
+    taps: tuple[int, ...] = ()  # hidden states of the target that it reads; known once a request was opened
+    shape: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less
+
+    @classmethod
+    def fits(cls, target: LM) -> bool:
+        """Whether it can draft for this model without being told anything: a trained head may not be there."""
+        return True
+
+    def models(self) -> list[LM]:
+        """Models of its own that it runs, beside the target: one thread serves them all."""
+        return []
+
+    def open(self, seq: Sequence) -> None:
+        """A request was submitted: prepare for its `target`, or refuse it, before anything runs."""
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        """A tree whose root is the last token of `seq`; no larger than `budget`."""
+        raise NotImplementedError
+
+    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
+        """Trees for several rows; a drafter that runs a model does this in shared passes."""
+        return [self.propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+
+    def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
+        """Learn from a pass."""
+
+    def close(self, seq: Sequence) -> None:
+        """The request ended; free what was held for it."""
+
+
+class Shaped(Drafter):
+    """A drafter whose trees are as large as its options say; a subclass brings them."""
+
+    depth: int
+    nodes: int  # 0: as many as a chain, or a tree of this width, of this depth has
+    width: int
+
+    def __post_init__(self) -> None:
+        given = (self.depth, self.nodes, self.width)
+        if not all(isinstance(n, int) for n in given) or self.depth < 0 or self.nodes < 0 or self.width < 1:
+            name, got = type(self).__name__.lower(), ", ".join(map(str, given))
+            raise UsageError(f"{name} needs depth >= 0, nodes >= 0 and width >= 1, whole numbers, got {got}")
+
+    @property
+    def shape(self) -> Budget:  # type: ignore[override]
+        return Budget(self.depth, self.nodes or self.depth * self.width, self.width)

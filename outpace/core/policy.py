@@ -1,0 +1,82 @@
+"""Policies: how much to draft. Dynamic speculation is a policy, and works with every drafter.
+
+The rule that keeps a sampled draft exact: a policy may look at what was drafted and stop, it may never drop a token
+that was drawn. So `proceed` is asked after a token is in the tree, about the token after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import ROOT, Budget, Signal, Tree
+from outpace.errors import UsageError
+
+
+@dataclass
+class Policy:
+    """The drafter's own budget, or the one given here. Base of all other policies."""
+
+    depth: int | None = None
+    nodes: int | None = None
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "nodes", "width"):
+            value = getattr(self, name)
+            if value is not None and value < (name == "width"):
+                raise UsageError(f"{name}={value} is out of range")
+
+    def budget(self, seq: Sequence) -> Budget:
+        """What the drafter may use for its next tree."""
+        shape = seq.drafter.shape
+        depth = shape.depth if self.depth is None else self.depth
+        width = shape.width if self.width is None else self.width
+        # A chain that is asked to be deeper than the drafter's own has as many nodes as it is deep.
+        nodes = self.nodes if self.nodes is not None else max(shape.nodes, depth)
+        return Budget(depth, nodes, width)
+
+    def budgets(self, seqs: Seq[Sequence], rows: int) -> list[Budget]:
+        """The same for all that run under this policy, in a pass that `rows` requests share."""
+        return [self.budget(seq) for seq in seqs]
+
+    def rests(self, seq: Sequence) -> bool:
+        """Whether its next tree will be a root alone, as far as is known before this pass was read."""
+        return not (seq.drafter.shape.depth if self.depth is None else self.depth)
+
+    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+        """Whether to draft on after a token at `depth` for which the draft gave `signal`."""
+        return True
+
+    @property
+    def looks(self) -> bool:
+        """Whether `proceed` must be asked after every token, so that a draft cannot run on by itself."""
+        return type(self).proceed is not Policy.proceed
+
+    def prune(self, seqs: Seq[Sequence], trees: Seq[Tree], budgets: Seq[Budget], rows: int) -> list[Tree]:
+        """What to verify of the trees of all that run under this policy, in a pass that `rows` requests share."""
+        fitting = [tree.trim(budget) for tree, budget in zip(trees, budgets, strict=True)]
+        return [self._sure(seq, tree) for seq, tree in zip(seqs, fitting, strict=True)] if self.looks else fitting
+
+    def _sure(self, seq: Sequence, tree: Tree) -> Tree:
+        """The tree without what follows tokens after which `proceed` would have stopped: a draft model has asked it
+        as it went, other methods draft at once."""
+        if seq.drafter.model_source is not None or tree.probs:
+            return tree
+        depths, grows = tree.depths, {ROOT: True}
+        for node in range(1, len(tree)):
+            if grows.get(tree.parents[node]):
+                known = signal(tree, node)
+                grows[node] = known is None or self.proceed(seq, known, depths[node])
+        return tree.select(grows)
+
+    def observe(self, seq: Sequence, step: Step) -> None:
+        """Learn from a pass."""
+
+
+def signal(tree: Tree, node: int) -> Signal | None:
+    """What is known of a node: what the draft knew of it or, in a tree without a draft, how sure the method was."""
+    if tree.signals or node not in tree.chances:
+        return tree.signals.get(node)
+    return Signal(tree.chances[node], 0.0)

@@ -1,0 +1,168 @@
+"""Sequence: one request on its way through the loop. Step: what one pass did to it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from outpace.core.stats import Stats
+from outpace.core.tree import Tree
+
+if TYPE_CHECKING:
+    from outpace.core.drafter import Drafter
+    from outpace.core.lm import LM
+    from outpace.core.policy import Policy
+    from outpace.core.verifier import Verifier
+    from outpace.sampling.sampler import Sampler
+
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+T = TypeVar("T")
+_ids = itertools.count()
+
+
+class Watcher(Protocol):
+    """Sees every committed token in order; `stopped` turns True when a stop string is complete."""
+
+    stopped: bool
+
+    def push(self, token: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probabilities under the model's own law, before any sampling setting, or under the law that was sampled."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+    entropy: float  # of that law, in nats
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a request ends."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_tokens: frozenset[int] = frozenset()
+    logprobs: int | None = None  # how many top tokens to report; None reports nothing
+    processed: bool = False  # report the law that was sampled, after all settings, not the model's own
+
+
+@dataclass
+class Step:
+    """One pass of one sequence: what was guessed, what was accepted, what was committed."""
+
+    tree: Tree
+    path: list[int]  # accepted nodes, root first
+    tokens: list[int]  # committed by this pass, in order
+    kept: list[int]  # nodes whose keys and values stay in the cache
+
+    @property
+    def drafted(self) -> int:
+        return len(self.tree) - 1
+
+    @property
+    def accepted(self) -> int:
+        """Committed tokens that had been drafted."""
+        return min(len(self.path) - 1, len(self.tokens))
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens so far, the seams that serve them, and what the drafter remembers of them."""
+
+    tokens: list[int]  # the prompt, then what was committed; the last one is the next root
+    limits: Limits
+    sampler: Sampler
+    drafter: Drafter
+    verifier: Verifier
+    policy: Policy
+    watcher: Watcher | None = None
+    listener: Callable[[Any], object] | None = None  # is told every event of this request, on the engine's thread
+    watched: bool = False  # someone looks at the scores of its passes, so no pass begins before that
+
+    target: LM | None = None  # since it was submitted
+    vocab: int = 0  # of the target
+    row: int | None = None  # slot of the target's cache while it runs
+    hidden: Tensor | None = None  # [tokens in the cache, taps], when the drafter or the verifier asked for taps
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cause: Exception | None = None  # raised by code of this request: its caller gets to see it
+    logprobs: list[Logprob] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)  # of each generated token: was it an accepted guess
+    stats: Stats = field(default_factory=Stats)
+    id: int = field(default_factory=lambda: next(_ids))
+    prompt_length: int = field(init=False)
+    _memory: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def room(self) -> int:
+        """How many more tokens may be committed."""
+        return self.limits.max_tokens - (len(self.tokens) - self.prompt_length)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def memory(self, owner: object, make: Callable[[], T]) -> T:
+        """What `owner`, a drafter or a policy, remembers of this sequence; made on first use."""
+        if id(owner) not in self._memory:
+            self._memory[id(owner)] = make()
+        return self._memory[id(owner)]
+
+    def forget(self, owner: object) -> Any:
+        """Take away what `owner` remembers; None if that is nothing."""
+        return self._memory.pop(id(owner), None)
+
+    def push(self, token: int, logits: Tensor, node: int) -> bool:
+        """Commit one token, chosen at a node from the model's raw logits; True when the request ends with it."""
+        if self.limits.logprobs is not None:
+            row = logits[node]  # [vocab]; only looked at where someone asks for it
+            law = self.sampler.log_law(row, self.tokens) if self.limits.processed else row.double().log_softmax(-1)
+            self.logprobs.append(_logprob(token, law, self.limits.logprobs))
+        self.tokens.append(token)
+        enough = len(self.tokens) - self.prompt_length >= self.limits.min_tokens
+        if self.watcher is not None:
+            self.watcher.push(token)
+        if enough and (token in self.limits.stop_tokens or (self.watcher is not None and self.watcher.stopped)):
+            self.finish_reason = "stop"
+        elif self.room <= 0:
+            self.finish_reason = "length"
+        return self.finished
+
+    def fail(self, message: str, cause: Exception | None = None) -> None:
+        self.finish_reason, self.error, self.cause = "error", message, cause
+
+
+def common_prefix(a: Seq[int], b: Seq[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
+
+
+def first_difference(a: Seq[Any], b: Seq[Any]) -> int | None:
+    """Where two texts, or lists of tokens, part; None if they are the same."""
+    if len(a) == len(b) and all(x == y for x, y in zip(a, b, strict=True)):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _logprob(token: int, law: Tensor, count: int) -> Logprob:  # [vocab], logarithms
+    top = torch.topk(law, min(count, law.numel()))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return Logprob(token, law[token].item(), dict(pairs), torch.special.entr(law.exp()).sum().item())

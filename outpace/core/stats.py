@@ -1,0 +1,86 @@
+"""Stats: what speculation did, counted. One record, one merge."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outpace.core.sequence import Step
+
+
+@dataclass
+class Stats:
+    """Counts of a request, or of many merged; times in seconds, of the whole batch that the request was part of."""
+
+    passes: int = 0
+    tokens: int = 0  # committed
+    drafted: int = 0
+    accepted: int = 0
+    offered: list[int] = field(default_factory=list)  # passes whose tree reached depth i + 1 on the chosen path
+    matched: list[int] = field(default_factory=list)  # of those, how many accepted a node there
+    seconds: dict[str, float] = field(default_factory=dict)  # prefill, draft, score, verify, keep
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.tokens / self.passes if self.passes else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted share of the drafted nodes (in a tree most nodes cannot be accepted)."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        return [m / o for m, o in zip(self.matched, self.offered, strict=True)]
+
+    def add(self, step: Step) -> None:
+        self.passes += 1
+        self.tokens += len(step.tokens)
+        self.drafted += step.drafted
+        self.accepted += step.accepted
+        for depth in range(min(len(step.path), len(step.tokens))):  # at a further node no choice was made
+            if not step.tree.children(step.path[depth]):
+                break
+            if depth == len(self.offered):
+                self.offered.append(0)
+                self.matched.append(0)
+            self.offered[depth] += 1
+            self.matched[depth] += depth + 1 < len(step.path)
+
+    def merge(self, other: Stats) -> Stats:
+        """Both together; times are added too, so merge times of separate runs only."""
+        longest = max(len(self.offered), len(other.offered))
+
+        def both(a: list[int], b: list[int]) -> list[int]:
+            return [sum(x[i] for x in (a, b) if i < len(x)) for i in range(longest)]
+
+        return Stats(
+            self.passes + other.passes,
+            self.tokens + other.tokens,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            both(self.offered, other.offered),
+            both(self.matched, other.matched),
+            {k: self.seconds.get(k, 0.0) + other.seconds.get(k, 0.0) for k in {*self.seconds, *other.seconds}},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = {"tokens_per_pass": self.tokens_per_pass, "acceptance": self.acceptance}
+        return asdict(self) | derived | {"acceptance_by_depth": self.acceptance_by_depth}
+
+
+class timed:
+    """Add the seconds of a block to those of its name. A class, since it is short: several run in every pass."""
+
+    __slots__ = ("name", "seconds", "start")
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self.seconds, self.name = seconds, name
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + time.perf_counter() - self.start

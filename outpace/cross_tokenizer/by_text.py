@@ -1,0 +1,132 @@
+"""Retold: a drafter that guesses in tokens of its own; its guesses are told again in the target's, by their text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outpace.core.drafter import Drafter
+from outpace.core.policy import Policy
+from outpace.core.sequence import Limits, Sequence
+from outpace.core.tree import ROOT, Budget, Signal, Tree
+from outpace.core.verifier import Match
+from outpace.cross_tokenizer.alignment import Pair
+from outpace.cross_tokenizer.follower import Follower
+from outpace.sampling.sampler import Sampler
+from outpace.sampling.settings import Sampling
+
+
+@dataclass
+class Asked(Policy):
+    """The policy of a request, asked about its shadow."""
+
+    policy: Policy | None = None
+    seq: Sequence | None = None
+
+    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+        assert self.policy is not None and self.seq is not None
+        return self.policy.proceed(self.seq, signal, depth)
+
+    @property
+    def looks(self) -> bool:
+        return self.policy is not None and self.policy.looks
+
+
+class Shadow(NamedTuple):
+    """A request as the draft sees it: in its own tokens, and greedy, for the likeliest text is the best guess."""
+
+    seq: Sequence
+    follower: Follower
+
+
+class Told(NamedTuple):
+    """A path of the draft's tree: its bytes, and where in them each of its tokens begins and what was known of it."""
+
+    text: bytes
+    starts: list[int]
+    signals: list[Signal]
+    last: int | None  # the target's special token that ends it
+
+
+@dataclass(eq=False)
+class Retold(Drafter):
+    """`inner` drafts in the draft's tokens, for shadows of the requests."""
+
+    inner: Drafter
+    pair: Pair
+    context: int  # of the draft
+
+    def propose(self, seq: Sequence, budget: Budget) -> Tree:
+        return self.propose_batch([seq], [budget])[0]
+
+    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
+        shadows = [self._followed(seq) for seq in seqs]
+        guesses = self.inner.propose_batch([shadow.seq for shadow in shadows], budgets)
+        return [self._retell(*given) for given in zip(seqs, shadows, guesses, strict=True)]
+
+    def close(self, seq: Sequence) -> None:
+        shadow: Shadow | None = seq.forget(self)
+        if shadow is not None:
+            self.inner.close(shadow.seq)
+
+    def _followed(self, seq: Sequence) -> Shadow:
+        shadow = seq.memory(self, lambda: self._shadow(seq))
+        shadow.seq.tokens = shadow.follower.follow(seq.tokens)
+        return shadow
+
+    def _shadow(self, seq: Sequence) -> Shadow:
+        policy, limits = Asked(policy=seq.policy, seq=seq), Limits(seq.limits.max_tokens)
+        shadow = Sequence([], limits, Sampler(Sampling()), self.inner, Match(), policy)
+        shadow.vocab = self.pair.theirs.vocab
+        return Shadow(shadow, Follower(self.pair, self.context))
+
+    def _retell(self, seq: Sequence, shadow: Shadow, guesses: Tree) -> Tree:
+        tree = Tree([seq.tokens[-1]])
+        # The start of a character that the draft could not be told is a start of its guess, or the guess is wrong.
+        untold = b"" if shadow.follower.loose else shadow.follower.rest
+        for path in _paths(guesses):
+            told = self._told(guesses, path, begins=not shadow.follower.text)
+            if not told.text.startswith(untold):
+                continue
+            node, since = ROOT, len(untold)
+            for token in self.pair.respell(seq.tokens, told.text[since:]):
+                end = since + len(self.pair.ours.of(token) or b"")
+                node = tree.add(node, token, _signal(told, since, end))
+                since = end
+            if told.last is not None and since >= len(told.text):  # what ends a text can only follow all of it
+                tree.add(node, told.last, told.signals[-1])
+        return tree
+
+    def _told(self, tree: Tree, path: list[int], begins: bool) -> Told:
+        text, starts, signals, last = b"", [], [], None
+        for node in path:
+            token, signal = tree.tokens[node], tree.signals[node]
+            piece = self.pair.theirs.of(token)
+            if piece is None:
+                last = self.pair.special_back.get(token)
+                signals.append(signal)
+                break
+            if begins and not text and self.pair.theirs.prefix_space and piece[:1] == b" ":
+                piece = piece[1:]  # it stands before every text and is not a part of it
+            starts.append(len(text))
+            signals.append(signal)
+            text += piece
+        return Told(text, starts, signals, last)
+
+
+def _paths(tree: Tree) -> Iterator[list[int]]:
+    """Every path of guesses, in the order in which they end."""
+    inner = set(tree.parents)
+    for node in range(1, len(tree)):
+        if node not in inner:
+            yield tree.path(node)[1:]
+
+
+def _signal(told: Told, since: int, end: int) -> Signal:
+    """What the draft knew of these bytes: of all tokens that begin in them; inside of one there is nothing to guess."""
+    begun = [signal for at, signal in zip(told.starts, told.signals, strict=False) if since <= at < end]
+    prob = 1.0
+    for signal in begun:
+        prob *= signal.prob
+    return Signal(prob, begun[0].entropy, begun[0].top) if begun else Signal(prob, 0.0)

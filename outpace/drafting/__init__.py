@@ -1,0 +1,1 @@
+"""What several methods share: draft models, heads, trees, tables of successors."""

@@ -1,0 +1,79 @@
+"""Outlook: what a draft expects behind a guess, in the order in which the target will choose there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.core.sequence import Sequence
+from outpace.core.tree import Signal
+
+TOP = 10  # draft probabilities that policies see
+
+
+class Outlook(NamedTuple):
+    """What could follow: the likeliest first or, where the target samples, what the noise puts first."""
+
+    tokens: list[int]
+    chances: list[float]  # that the target chooses each of them
+    entropy: float
+    top: tuple[float, ...]
+    law: Tensor | None  # [vocab]: that the tokens were drawn from, for a verifier that asks for it
+
+    def signal(self, rank: int) -> Signal:
+        return Signal(self.chances[rank], self.entropy, self.top)
+
+
+def outlooks(seq: Sequence, logits: Tensor, prefixes: Seq[list[int]], width: int) -> list[Outlook]:
+    """Of several places at once, at most `width` tokens each."""  # [places, vocab]
+    sampler, shared = seq.sampler, seq.verifier.shares_noise
+    shaped, drawn = sampler.shapes(logits, prefixes), not shared and not sampler.greedy
+    precise = shaped.double() if drawn else shaped.float()  # a law that is drawn from, or numbers to go by
+    law, vocab = precise.softmax(-1), shaped.shape[-1]
+    leading = shaped.topk(min(max(width, TOP), vocab)).indices
+    first, chance = leading[:, :width], law
+    if not sampler.greedy:
+        noised = _noised(seq, shaped, prefixes)
+        first = noised.topk(min(width, vocab)).indices
+        # With shared noise, how far a token leads after the noise tells how likely the target chooses it too.
+        chance = noised.float().softmax(-1) if shared else law
+    top = law.gather(-1, leading[:, :TOP])
+    possible = (law.gather(-1, first) > 0).sum(-1)  # the others cannot follow
+    entropy = _entropy(precise, law, top[:, 0])
+    numbers = [first, chance.gather(-1, first), top, possible[:, None], entropy[:, None]]
+    read = torch.cat([column.double() for column in numbers], dim=-1).tolist()  # in one look: a device is far away
+    own, count = law if drawn else [None] * len(law), first.shape[-1]
+    return [_outlook(row, count, one) for row, one in zip(read, own, strict=True)]
+
+
+def _outlook(row: list[float], count: int, law: Tensor | None) -> Outlook:
+    """From one row of numbers: so many tokens, their chances, the largest probabilities, how many can be, entropy."""
+    possible = int(row[-2])
+    tokens = [int(token) for token in row[:count][:possible]]
+    return Outlook(tokens, row[count : 2 * count][:possible], row[-1], tuple(row[2 * count : -2]), law)
+
+
+def _noised(seq: Sequence, shaped: Tensor, prefixes: Seq[list[int]]) -> Tensor:
+    """With the target's own noise of each position, or with other noise where the draft may not know that."""
+    positions = [len(prefix) for prefix in prefixes]
+    salt = 0 if seq.verifier.shares_noise else seq.stats.passes + 1
+    if min(positions) == max(positions):
+        return seq.sampler.noised(shaped, positions[0], salt)
+    rows = zip(shaped, positions, strict=True)
+    return torch.stack([seq.sampler.noised(row, position, salt) for row, position in rows])
+
+
+def _entropy(shaped: Tensor, law: Tensor, best: Tensor) -> Tensor:
+    """By the largest logit and its probability, without a logarithm per token."""  # [places, vocab], [places]
+    mean = (law * shaped.clamp(min=torch.finfo(shaped.dtype).min)).sum(-1)  # tokens that cannot be add nothing
+    return (shaped.amax(-1) - best.log() - mean).clamp(min=0.0)
+
+
+def fitted(logits: Tensor, vocab: int) -> Tensor:
+    """Logits over the target's vocabulary: models of one family pad it to different sizes."""  # [places, vocab]
+    if logits.shape[-1] >= vocab:
+        return logits[:, :vocab]
+    return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)

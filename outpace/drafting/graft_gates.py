@@ -1,0 +1,118 @@
+"""Grafting: when a draft has gone far enough, and which successors take the places it leaves (Graft, 2605.20104).
+
+A gate stops a draft at a depth where even its best path is unlikely; a template says which ranks of the table of
+successors, from the root on, are tried instead, the likeliest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from outpace.core.tree import ROOT, Budget, Floor, Tree
+from outpace.drafting.rank_template import Slot, likely_ranks
+from outpace.drafting.successor_table import EMPTY, Successors
+from outpace.errors import UsageError
+
+
+class Gate(NamedTuple):
+    """A draft whose best path at `depth` is no likelier than `floor` stops there, and keeps a share of the nodes."""
+
+    depth: int
+    floor: float
+    keep: float
+
+
+# The paper's values for Qwen3-8B: what it keeps of 60 nodes, 8, 24 and 40.
+GATES = (Gate(1, 0.14, 8 / 60), Gate(2, 0.14, 24 / 60), Gate(6, 0.48, 40 / 60))
+
+
+@dataclass(frozen=True)
+class Grafting:
+    """What a calibration finds out; the defaults are what the paper states."""
+
+    gates: tuple[Gate, ...] = GATES
+    ranks: tuple[tuple[float, ...], ...] = likely_ranks()  # [depth][rank]: chance that it is right if its parent is
+
+    def __post_init__(self) -> None:
+        chances = [chance for level in self.ranks for chance in level]
+        shares = [share for gate in self.gates for share in (gate.floor, gate.keep)]
+        if not self.ranks or not all(self.ranks) or any(not 0 <= x <= 1 for x in chances + shares):
+            raise UsageError("a grafting has ranks for at least one depth, and chances between 0 and 1")
+        if any(gate.depth < 1 for gate in self.gates):
+            raise UsageError("the gates of a grafting stand at a depth of 1 or more")
+
+    @property
+    def floors(self) -> tuple[Floor, ...]:
+        return tuple(Floor(gate.depth, gate.floor) for gate in self.gates)
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Grafting:
+        """From the section of a calibration file."""
+        return cls(tuple(Gate(**gate) for gate in found["gates"]), tuple(tuple(level) for level in found["ranks"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"gates": [gate._asdict() for gate in self.gates], "ranks": [list(level) for level in self.ranks]}
+
+
+def reach(tree: Tree) -> list[float]:
+    """The chance of each path by the drafter's own word; a node it said nothing about is not doubted."""
+    found = [1.0]
+    for node in range(1, len(tree)):
+        known = tree.signals.get(node)
+        chance = tree.chances.get(node, 1.0 if known is None else known.prob)
+        found.append(found[tree.parents[node]] * min(1.0, chance))
+    return found
+
+
+def stopped(confidence: Seq[float], gates: Seq[Gate]) -> Gate | None:
+    """The first gate that a draft does not pass; `confidence[d]` is the chance of its best path of depth d + 1."""
+    passed = (gate for gate in sorted(gates) if gate.depth <= len(confidence))
+    return next((gate for gate in passed if confidence[gate.depth - 1] <= gate.floor), None)
+
+
+def confidence(tree: Tree, chances: Seq[float]) -> list[float]:
+    """The chance of the best path, by depth."""
+    best = [0.0] * max(tree.depths)
+    for node, depth in enumerate(tree.depths):
+        if node != ROOT:
+            best[depth - 1] = max(best[depth - 1], chances[node])
+    return best
+
+
+def prune(tree: Tree, gates: Seq[Gate], nodes: int) -> Tree:
+    """The draft up to the gate that stopped it, likeliest first: as many nodes as the gate leaves it, or all."""
+    chances, depths = reach(tree), tree.depths
+    gate = stopped(confidence(tree, chances), gates) if len(tree) > 1 else None
+    room = nodes if gate is None else min(nodes, max(gate.depth, round(gate.keep * nodes)))
+    inside = [node for node in range(1, len(tree)) if gate is None or depths[node] <= gate.depth]
+    # A parent is at least as likely as its children and stands before them, so what is kept hangs together.
+    return tree.select([ROOT, *sorted(inside, key=lambda node: (-chances[node], node))[:room]])
+
+
+def fill(tree: Tree, slots: Seq[Slot], known: Successors, budget: Budget, source: str) -> Tree:
+    """Put the template's successors of the root into the places that are left, beside or below what is there."""
+    place: list[int | None] = []
+    for slot in slots:
+        if len(tree) > budget.nodes:
+            break
+        parent = ROOT if slot.parent < 0 else place[slot.parent]
+        place.append(None)
+        if parent is None or slot.depth > budget.depth:
+            continue
+        token = known.row(tree.tokens[parent])[slot.rank]
+        room = tree.child(parent, token) is not None or len(tree.children(parent)) < budget.width
+        if token != EMPTY and room:
+            place[-1] = tree.add(parent, token, source=source, chance=slot.chance)
+    return tree
+
+
+def extend(tree: Tree, known: Successors, ranks: Seq[Seq[float]], budget: Budget, source: str) -> Tree:
+    """A chain goes on with first successors: where a target takes no trees there is no other place for them."""
+    for depth in range(len(tree), min(budget.depth, budget.nodes) + 1):
+        token = known.row(tree.tokens[-1])[0]
+        if token == EMPTY:
+            break
+        tree.add(len(tree) - 1, token, source=source, chance=ranks[min(depth, len(ranks)) - 1][0])
+    return tree

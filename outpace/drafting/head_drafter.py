@@ -1,0 +1,163 @@
+"""Headed: bases of methods that draft with a trained head, which reads the hidden states of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from outpace.core.lm import LM
+from outpace.core.sequence import Sequence
+from outpace.core.tree import Budget, Tree
+from outpace.drafting import parallel_trees
+from outpace.drafting.candidates import fitted
+from outpace.drafting.linked_heads import LinkedLM, Told
+from outpace.drafting.model_drafter import Growing, Held, SelfDrafting
+from outpace.errors import Headless
+from outpace.heads import store
+from outpace.heads.parallel import Parallel, Text
+from outpace.heads.recursive import Recursive
+from outpace.models.compiled.cpu import FastLM
+from outpace.models.compiled.layers import shortened
+from outpace.models.head_lm import Fed, fed
+
+
+def states(seq: Sequence) -> Tensor | None:
+    """The target's states of all the text but its last token; None while they are not all there, because the prompt
+    rides on this very pass."""  # [tokens - 1, taps * hidden]
+    assert seq.target is not None and seq.row is not None
+    hidden, count = seq.target.hidden(seq.row), len(seq.tokens) - 1
+    return None if hidden is None or not 0 < count <= len(hidden) else hidden[:count]
+
+
+def trained(kind: str, target: LM) -> bool:
+    """Whether there is a head of this kind for this model."""
+    try:
+        store.resolve(kind, None, target)
+    except Headless:
+        return False
+    return True
+
+
+class Headed(SelfDrafting):
+    """A drafter whose model is a recursive head: a subclass brings the option `head` and those of a tree."""
+
+    kind: ClassVar[str]  # of its head
+    head: str | Recursive | None
+
+    @classmethod
+    def fits(cls, target: LM) -> bool:
+        return trained(cls.kind, target)
+
+    def open(self, seq: Sequence) -> None:
+        super().open(seq)
+        self.taps = self._head.spec.taps
+
+    def make(self, target: LM, tokens: list[int]) -> LM:
+        head = store.resolve(self.kind, self.head, target)
+        assert isinstance(head, Recursive)
+        self._head = head
+        return fed(head, compiled=isinstance(target, FastLM))  # type: ignore[return-value]
+
+    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
+        """Rows whose states are not all there yet wait for the next pass."""
+        trees = {seq.id: Tree([seq.tokens[-1]]) for seq in seqs}
+        ready = [(seq, budget) for seq, budget in zip(seqs, budgets, strict=True) if self._feed(seq)]
+        if ready:
+            drafted = super().propose_batch([seq for seq, _ in ready], [budget for _, budget in ready])
+            trees |= {seq.id: tree for (seq, _), tree in zip(ready, drafted, strict=True)}
+        return [trees[seq.id] for seq in seqs]
+
+    @torch.no_grad()
+    def _feed(self, seq: Sequence) -> bool:
+        """Hand the head the target's states of the text that it has not read; False while they are not there."""
+        hidden = states(seq)
+        if hidden is None:
+            return False
+        lm, row = self.lm(seq), self.row(seq)
+        assert isinstance(lm, Fed)
+        first, entrance = lm.known(row, seq.tokens[:-1]), self._head.model
+        lm.feed(row, first, entrance.fuse(hidden[first:].to(entrance.embed.weight.dtype)))
+        return True
+
+
+class Slotted(Growing):
+    """A drafter whose head guesses several tokens in one go: a subclass brings `head` and the options of a tree."""
+
+    kind: ClassVar[str]  # of its head
+    model_source: str | None = None  # one pass of the head is all; what a level of a tree costs beside it is small
+    head: str | Parallel | None
+    ranks: Seq[parallel_trees.Ranks] = ()  # of a static tree, if it is to be one
+
+    @classmethod
+    def fits(cls, target: LM) -> bool:
+        return trained(cls.kind, target)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._target: LM | None = None
+        self._linked: LinkedLM | None = None  # what grows trees of slots that are told what comes before them
+
+    def open(self, seq: Sequence) -> None:
+        assert seq.target is not None, "the engine names the target"
+        if self._target is not seq.target:
+            head = store.resolve(self.kind, self.head, seq.target)
+            assert isinstance(head, Parallel)
+            slow = isinstance(seq.target, FastLM) and seq.target.device.type == "cpu"  # to read weights
+            self._head, self._target = shortened(head) if slow else head, seq.target
+            self._vocab = store.ends_of(seq.target).vocab
+            self._linked = LinkedLM(self._head, self._vocab) if head.spec.linked else None
+        self.taps = self._head.spec.taps
+
+    def lm(self, seq: Sequence) -> LM:
+        assert self._linked is not None
+        return self._linked
+
+    def row(self, seq: Sequence) -> int:
+        kept, lm = seq.memory(self, Text).kept, self.lm(seq)
+        if "row" not in kept:
+            kept["row"] = Held(lm, lm.acquire([]))
+        return kept["row"].row
+
+    @torch.no_grad()
+    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
+        """One pass of the head for all rows; those whose states are not all there yet wait for the next."""
+        trees = {seq.id: Tree([seq.tokens[-1]]) for seq in seqs}
+        ready = [given for given in zip(seqs, budgets, strict=True) if self._read(given[0])]
+        if ready:
+            deepest = max(budget.depth for _, budget in ready)
+            made = self._head.slots([seq.memory(self, Text) for seq, _ in ready], deepest)  # [rows, slots, hidden]
+            grown = self._alone(ready, made) if self._linked is None else self._told(self._linked, ready, made)
+            trees |= {seq.id: tree for (seq, _), tree in zip(ready, grown, strict=True)}
+        return [trees[seq.id] for seq in seqs]
+
+    def _alone(self, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
+        """Trees of slots that know nothing of each other."""  # [rows, slots, hidden]
+        found = []
+        for (seq, budget), law in zip(ready, self._head.logits(made), strict=True):
+            known = fitted(self._head.spread(law[: budget.depth], self._vocab), seq.vocab)
+            found.append(parallel_trees.grow(seq, known, budget, self.ranks))
+        return found
+
+    def _told(self, lm: LinkedLM, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
+        """Trees of slots that are told what comes before them."""  # [rows, slots, hidden]
+        if self.ranks:
+            rows = zip(ready, made, strict=True)
+            laws = [(Told(lm, seq, own[: budget.depth], budget.width), budget) for (seq, budget), own in rows]
+            return [parallel_trees.grown(law, budget, self.ranks) for law, budget in laws]
+        for (seq, _), own in zip(ready, made, strict=True):
+            lm.place(self.row(seq), own)
+        within = [budget.within(made.shape[1], trees=True) for _, budget in ready]
+        return super().propose_batch([seq for seq, _ in ready], within)
+
+    def _read(self, seq: Sequence) -> bool:
+        text = seq.memory(self, Text)
+        text.token, text.hidden = seq.tokens[-1], states(seq)
+        return text.hidden is not None
+
+    def close(self, seq: Sequence) -> None:
+        text: Text | None = seq.forget(self)
+        if text is not None and "row" in text.kept:
+            text.kept["row"].lm.release(text.kept["row"].row)

@@ -1,0 +1,149 @@
+"""Linked: the slots of a parallel head as a model that drafts, for heads whose slots are told what comes before them.
+
+What takes long is done once per text, for all slots: `place` hands it over. A node of a tree then costs one small
+layer and the output: it takes its slot, by its depth, and what its parent's slot had become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.core.lm import Guess, Reference, Shape
+from outpace.core.sequence import Sequence
+from outpace.drafting.candidates import Outlook, fitted, outlooks
+from outpace.errors import RequestFailed
+from outpace.heads.parallel import Parallel
+from outpace.models.cacheless import CachelessLM
+from outpace.models.compiled.device_tree import STATE, Fed, Levels, Trees
+from outpace.models.compiled.draft_tree import SLOTS
+from outpace.models.segment import Job, Output
+from outpace.sampling.sampler import Pick
+
+ENDLESS = 1 << 62  # a text may be as long as it likes: its slots are all that is seen of it
+
+
+class Program(NamedTuple):
+    """How trees of so many rows and of one width grow."""
+
+    trees: Trees
+    slots: Tensor  # [slots, rows, hidden]
+
+
+class LinkedLM(CachelessLM):
+    """What follows a guess, by a slot and a link."""
+
+    context = ENDLESS
+
+    def __init__(self, head: Parallel, vocab: int):
+        super().__init__()
+        self.head, self.vocab = head, vocab
+        self.device = head.embed.weight.device
+        self.choices = vocab if head.ids is None else len(head.ids)
+        self._slots: dict[int, Tensor] = {}  # row -> [slots, hidden]
+        self._programs: dict[tuple[int, int], Program] = {}
+        self._memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
+        return super().acquire([], STATE)
+
+    def release(self, row: int) -> None:
+        self._slots.pop(row, None)
+        super().release(row)
+
+    def place(self, row: int, slots: Tensor) -> None:
+        """What the head says about the text of this row."""  # [slots, hidden]
+        self._slots[row] = slots
+
+    def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
+        for row in rows:
+            self.rows[row].forget_tree()
+
+    def reference(self) -> Reference:
+        raise NotImplementedError("slots say nothing by themselves")
+
+    @torch.no_grad()
+    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        slots, before, tokens, counts = list[Tensor](), list[Tensor](), list[int](), list[int]()
+        for job in jobs:
+            assert job.tree is not None
+            new = range(job.since, len(job.tree))
+            own, left = self._slots[job.row], self.rows[job.row].provisional
+            slots.append(own[[job.tree.depths[node] for node in new]])
+            if job.since and left is not None:
+                before.append(left[job.tree.parents[job.since :]])
+            else:
+                assert len(job.tree) == 1, "a tree grows from its root"
+                before.append(torch.zeros_like(own[:1]))
+            tokens += job.tokens
+            counts.append(len(new))
+        told = torch.tensor(tokens, device=self.device)
+        states = self._told(torch.cat(slots), torch.cat(before), told)
+        parts = zip(self._laws(states).split(counts), states.split(counts), strict=True)
+        return [Output(law, {STATE[0]: left}) for law, left in parts]
+
+    @torch.no_grad()
+    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
+        """Where nothing is sampled: all levels without a look at one."""
+        width = shapes[0].width
+        if any(pick.temperature for pick in picks) or width > self.choices or len(rows) > SLOTS[-1]:
+            return None
+        trees, slots = self._program(len(rows), width)
+        placed = torch.stack([self._slots[row] for row in rows], dim=1)  # [slots, rows, hidden]
+        slots[: len(placed), : len(rows)] = placed
+        left = self._told(placed[0], torch.zeros_like(placed[0]), torch.tensor(tokens, device=self.device))
+        found = trees.grow(self.head.logits(left), left, shapes)
+        return [grown.guesses(shape) for grown, shape in zip(found, shapes, strict=True)]
+
+    def _program(self, rows: int, width: int) -> Program:
+        rows = rows if self._memory is None else next(n for n in SLOTS if n >= rows)
+        if (rows, width) not in self._programs:
+            steps, embed = self.head.spec.steps, self.head.embed.weight
+            levels = Levels.empty(steps, rows, width, self.head.ids, Fed(self.device, embed.shape[1], embed.dtype))
+            slots = torch.zeros(steps, rows, embed.shape[1], dtype=embed.dtype, device=self.device)
+
+            def advance() -> None:
+                assert levels.entering is not None
+                own = slots.index_select(0, (levels.level + 1).clamp(max=steps - 1))[0]  # [rows, hidden]
+                own = own[:, None].expand_as(levels.entering).flatten(0, 1)
+                left = self._told(own, levels.entering.flatten(0, 1), levels.tokens.flatten())
+                levels.advance(self.head.logits(left), left)
+
+            self._programs[rows, width] = Program(Trees(levels, advance, self._memory), slots)
+        return self._programs[rows, width]
+
+    def _told(self, slots: Tensor, before: Tensor, tokens: Tensor) -> Tensor:  # [nodes, hidden] twice, [nodes]
+        assert self.head.link is not None
+        return self.head.link(slots, before, self.head.embed(tokens))
+
+    def _laws(self, states: Tensor) -> Tensor:  # [nodes, hidden] -> [nodes, vocab]
+        return self.head.spread(self.head.logits(states), self.vocab)
+
+    @torch.no_grad()
+    def behind(self, slots: Tensor, path: Seq[int]) -> Tensor:
+        """What follows some guesses, the root first."""  # [slots, hidden] -> [vocab]
+        before = torch.zeros_like(slots[0])
+        for slot, token in zip(slots, path, strict=False):
+            before = self._told(slot, before, torch.tensor(token, device=self.device))
+        return self._laws(before)
+
+
+class Told:
+    """The laws of one request's next tokens, each asked for behind the guesses before it: as `slots.Slots`."""
+
+    def __init__(self, lm: LinkedLM, seq: Sequence, slots: Tensor, width: int):  # [slots, hidden]
+        self.lm, self.seq, self.slots, self.width = lm, seq, slots, width
+        self._seen: dict[tuple[int, ...], Outlook | None] = {}
+
+    def behind(self, path: list[int]) -> Outlook | None:
+        key = tuple(path)
+        if len(path) < len(self.slots) and key not in self._seen:
+            law = fitted(self.lm.behind(self.slots, [self.seq.tokens[-1], *path])[None], self.seq.vocab)
+            try:
+                (self._seen[key],) = outlooks(self.seq, law, [self.seq.tokens + path], self.width)
+            except RequestFailed:  # no token that the head knows is allowed here
+                self._seen[key] = None
+        return self._seen.get(key)

@@ -1,1 +1,0 @@
-"""GGUF models, run by llama.cpp: what people run on CPUs and laptops."""

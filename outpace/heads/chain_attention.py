@@ -1,0 +1,79 @@
+"""Attention over chains that start at every place of a text at once: the training-time test of EAGLE-3.
+
+Column t of step 0 sees what lies before it in the text. In later steps it sees that, and what its own chain made in the
+steps before, which lies in its own column; so one pass per step trains the chains of all places.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from outpace.models.hf.torch_compile import quick
+
+NAME = "outpace_unrolled"
+_quick = cache(quick)
+
+
+class Sides(NamedTuple):
+    """Keys or values of a layer: those of the text, and those that chains have made, each in its own column."""
+
+    text: Tensor  # [batch, heads, columns, dim]
+    own: Tensor | None  # [batch, heads, columns, steps, dim]
+
+    def then(self, new: Tensor) -> Sides:  # [batch, heads, columns, dim]
+        new = new.unsqueeze(3)
+        return Sides(self.text, new if self.own is None else torch.cat([self.own, new], dim=3))
+
+
+class Chained:
+    """Keys and values of the steps so far, by layer."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Sides] = {}
+        self.values: dict[int, Sides] = {}
+
+    def add(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sides, Sides]:
+        """What a step sees: all there was, and its own."""
+        for sides, new in ((self.keys, key), (self.values, value)):
+            sides[layer] = sides[layer].then(new) if layer in sides else Sides(new, None)
+        return self.keys[layer], self.values[layer]
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # [batch, heads, columns, dim]
+    key: Tensor,  # [batch, kv heads, columns, dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    chained: Chained,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:  # [batch, columns, heads, dim]
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    keys, values = chained.add(module.layer_idx, key, value)  # type: ignore[arg-type]
+    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if keys.own is None or values.own is None:
+        out = nn.functional.scaled_dot_product_attention(query, keys.text, values.text, is_causal=True, scale=1.0)
+    else:
+        out = _quick(_mixed, query.device)(query, keys.text, values.text, keys.own, values.own)
+    return out.transpose(1, 2), None
+
+
+def _mixed(query: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
+    """Over the text up to a column, and over what the column's own chain has made."""  # [batch, heads, columns, dim]
+    columns = query.shape[2]
+    later = torch.ones(columns, columns, dtype=torch.bool, device=query.device).triu(1)
+    before = (query @ keys.transpose(-1, -2)).masked_fill(later, -torch.inf)
+    own = (query.unsqueeze(3) * own_keys).sum(-1)  # [batch, heads, columns, steps]
+    weights = torch.cat([before, own], dim=-1).softmax(-1, dtype=torch.float32).to(values.dtype)
+    return weights[..., :columns] @ values + (weights[..., columns:, None] * own_values).sum(3)
+
+
+AttentionInterface.register(NAME, attend)

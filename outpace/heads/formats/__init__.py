@@ -1,0 +1,1 @@
+"""Files of heads, ours and those that others published."""

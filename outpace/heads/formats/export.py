@@ -1,0 +1,113 @@
+"""A head of ours in the layouts of others, so that vLLM and SGLang serve what was trained here."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from outpace.core.lm import LM
+from outpace.errors import UsageError, unknown
+from outpace.heads.base import Head
+from outpace.heads.formats.checkpoint import CONFIG, SAFE
+from outpace.heads.formats.published import LAYER_IDS
+from outpace.heads.recursive import Recursive
+from outpace.version import __version__
+
+LAYOUTS = ("speculators", "eagle")  # vLLM reads both, SGLang and EAGLE's own code the second
+
+
+def export(head: Head, folder: Path, lm: LM, model: str, layout: str = LAYOUTS[0]) -> None:
+    """Write the head for the target `lm`, which others know as `model`, into a new folder; weights as they are here."""
+    if layout not in LAYOUTS:
+        raise unknown("layout", layout, LAYOUTS)
+    if not isinstance(head, Recursive) or head.kind != "eagle3":
+        raise UsageError(
+            f"a head of the kind {head.kind!r} cannot be exported: others serve eagle3 heads for any model, and MTP "
+            "layers only of model families that were trained with them"
+        )
+    if head.spec.layers != 1:
+        raise UsageError("a head of several layers cannot be exported: all of ours read the token, others' do not")
+    if layout == "eagle" and head.spec.taps[0] == 1:
+        raise UsageError("in this layout a first state of 1 is taken for the one after it; export to speculators")
+    if folder.exists():
+        raise UsageError(f"{folder} is there already")
+    tensors, config = _tensors(head), _config(head, lm)
+    if layout == "eagle":
+        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+        eagle = {"use_aux_hidden_state": True, LAYER_IDS: config[LAYER_IDS]}
+        config = {**_layer(head.config, lm.context), **config, "eagle_config": eagle}
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+    else:
+        config |= _speculators(head, lm, model)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:  # it appears whole or not at all
+        made = Path(place) / folder.name
+        made.mkdir()
+        save_file(tensors, made / SAFE, metadata={"format": "pt"})
+        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        made.rename(folder)
+
+
+def _tensors(head: Recursive) -> dict[str, Tensor]:
+    own = {name.removeprefix("model."): tensor for name, tensor in head.own().items()}
+    own.pop("output.weight", None)
+    output, ids = _output(head), own.pop("ids", None)
+    if ids is not None:  # others take the rows of the target's matrix by a mask, so in the order of its ids
+        order = ids.argsort()
+        ids, output = ids[order], output[order]
+        own["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+        own["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)
+    return {name: tensor.contiguous().cpu() for name, tensor in {**own, "lm_head.weight": output}.items()}
+
+
+def _output(head: Recursive) -> Tensor:  # [draft vocab, hidden]
+    weight: Any = head.get_output_embeddings().weight
+    return weight.detach()
+
+
+def _config(head: Recursive, lm: LM) -> dict[str, Any]:
+    """What both layouts say."""
+    spec = head.spec
+    return {
+        "dtype": str(_output(head).dtype).removeprefix("torch."),
+        "draft_vocab_size": spec.draft_vocab or head.config.vocab_size,
+        "tie_word_embeddings": False,
+        LAYER_IDS: list(spec.taps),
+        "norm_before_residual": spec.residual_norm,
+        "norm_before_fc": head.model.entry == "joined",
+        "fc_norm": head.model.entry == "each",
+        "norm_output": spec.normed,
+        "exported_by": f"outpace {__version__}",
+    }
+
+
+def _speculators(head: Recursive, lm: LM, model: str) -> dict[str, Any]:
+    target = lm.ends.config if lm.ends is not None else None
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": _layer(head.config, lm.context),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.spec.steps}],
+            "verifier": {"name_or_path": model, "architectures": list(getattr(target, "architectures", None) or [])},
+        },
+    }
+
+
+def _layer(config: PreTrainedConfig, context: int) -> dict[str, Any]:
+    """The config of the layer, with its rotation in the words of older readers too."""
+    layer: dict[str, Any] = {**config.to_diff_dict(), "max_position_embeddings": context}
+    rope = layer.get("rope_parameters") or {}
+    layer["rope_theta"] = rope.get("rope_theta", 10000.0)
+    if rope.get("rope_type", "default") != "default":
+        layer["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return layer

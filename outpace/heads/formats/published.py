@@ -1,0 +1,198 @@
+"""Heads that others published: EAGLE-3 as EAGLE, SpecForge and vLLM's speculators write it, and models' own MTP layers.
+
+What they call a thing is told in our names, and what a head is, beside its weights, becomes a `Spec`. Whatever cannot
+be held is refused by name: a head that runs although one of its parts is missing only guesses badly, and nobody knows.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from outpace.core.lm import Ends
+from outpace.errors import OutpaceError, UsageError
+from outpace.heads.base import Spec
+from outpace.heads.formats import native_mtp
+from outpace.heads.formats.checkpoint import CONFIG, Checkpoint
+from outpace.heads.recursive import COPIED
+from outpace.models.hf.module import apart
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+ROPES = ("default", "llama3", "linear", "yarn")  # turns that depend on nothing but the distance
+SAME = 0.01  # how far a copy of the target's matrix may be from it: rounding to 16 bits is far less
+EMBED, OUTPUT = "embed_tokens.weight", "output.weight"
+ASIDE = re.compile(r"t2d|d2t|.*rotary_emb\..*|verifier_.*")  # looked at elsewhere, or not needed
+
+
+@dataclass(frozen=True)
+class Published:
+    """A head as we would have saved it."""
+
+    spec: Spec
+    tensors: dict[str, Tensor]  # in our names
+
+
+def published(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def layout(checkpoint: Checkpoint) -> str:
+    """Whose way of writing a head down this is."""
+    config, names = checkpoint.config, checkpoint.places
+    if "speculators_config" in config or "speculators_model_type" in config:
+        return "speculators"
+    if any(name.removeprefix("model.").startswith("midlayer.") for name in names):
+        return "eagle"
+    if native_mtp.prefix(checkpoint) is not None:
+        return "mtp"
+    if "draft_vocab_size" in config and "fc.weight" in {name.removeprefix("model.") for name in names}:
+        return "eagle"
+    raise UsageError(
+        f"{checkpoint.folder} holds no head that we know: neither EAGLE-3 (midlayer.*, or layers.0.* with a "
+        "draft_vocab_size), nor speculators, nor MTP layers of a model (mtp.*, or *.eh_proj behind its last layer)"
+    )
+
+
+def read(folder: Path, ends: Ends, stack: int) -> Published:
+    """The head in this folder, for a target of so many layers."""
+    checkpoint = Checkpoint(folder)
+    kind = layout(checkpoint)
+    if kind == "mtp":
+        spec, tensors = native_mtp.read(checkpoint, stack)
+        tensors = _borrowing(tensors, ends, folder)
+        return Published(replace(spec, own_output=OUTPUT in tensors), tensors)
+    named = checkpoint.config.get("speculators_model_type", "eagle3")
+    if named != "eagle3":
+        raise UsageError(f"{folder} is a speculators model of the type {named!r}; eagle3 can be read")
+    return _eagle3(checkpoint, kind == "speculators", ends, stack)
+
+
+def _eagle3(checkpoint: Checkpoint, speculators: bool, ends: Ends, stack: int) -> Published:
+    config, folder = checkpoint.config, checkpoint.folder
+    given = {_renamed(name): tensor for name, tensor in checkpoint.read(checkpoint.places).items()}
+    layer = config.get("transformer_layer_config", {}) if speculators else config
+    _check(layer, config, ends, folder)
+    ids = _ids(given, ends.vocab, folder)
+    named = {_ours(name): tensor for name, tensor in given.items() if not ASIDE.fullmatch(name)}
+    tensors = _borrowing(named, ends, folder)
+    if "model.fc.weight" not in tensors:
+        raise OutpaceError(f"the head in {folder} lacks the tensor fc.weight")
+    normed = {name for name in tensors if name.startswith(("model.fc_norm.", "model.input_norm."))}
+    if bool(normed) != (_flag(config, "norm_before_fc") or _flag(config, "fc_norm")):
+        raise OutpaceError(f"the head in {folder} has norms before fc that its config does not name, or the reverse")
+    if ids is not None:
+        tensors["ids"] = ids
+    spec = Spec(
+        "eagle3", _taps(config, speculators, stack, tensors["model.fc.weight"].shape[1] // ends.hidden, folder),
+        steps=_steps(config), draft_vocab=0 if ids is None else len(ids), own_output=OUTPUT in tensors,
+        normed=_flag(config, "norm_output"), residual_norm=_flag(config, "norm_before_residual"),
+        entry_norm="none" if not normed else "joined" if any("input_norm" in name for name in normed) else "each",
+        feedforward=layer.get("intermediate_size", 0), shape=_shape(layer, tensors, ends, folder),
+        parts="qwen3" if any("q_norm" in name for name in tensors) else "llama",
+    )  # fmt: skip
+    return Published(spec, tensors)
+
+
+def _renamed(name: str) -> str:
+    """A tensor as speculators calls it."""
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+
+
+def _ours(name: str) -> str:
+    return {EMBED: EMBED, "lm_head.weight": OUTPUT}.get(name, f"model.{name}")
+
+
+def _flag(config: dict[str, Any], name: str) -> bool:
+    """A setting of the head; some put these into a part of their own."""
+    return bool(config.get(name) or (config.get("eagle_config") or {}).get(name))
+
+
+def _check(layer: dict[str, Any], config: dict[str, Any], ends: Ends, folder: Path) -> None:
+    """What a head can have that ours cannot."""
+    width = config.get("target_hidden_size") or layer.get("hidden_size", ends.hidden)
+    if layer.get("hidden_size", ends.hidden) != ends.hidden or width != ends.hidden:
+        raise UsageError(
+            f"the head in {folder} is {layer.get('hidden_size')} wide, for a target of {width}; "
+            f"this one has {ends.hidden}"
+        )
+    if layer.get("num_hidden_layers", 1) != 1:
+        raise UsageError(f"the head in {folder} has {layer['num_hidden_layers']} layers; those of one can be read")
+    if set(layer.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        raise UsageError(f"the head in {folder} has a layer of {layer['layer_types']}; full attention can be read")
+
+
+def _ids(given: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:
+    """The target's id of each token that the head can guess; None: all of them, in order."""  # [draft vocab]
+    if "d2t" not in given:
+        return None
+    ids = torch.arange(len(given["d2t"])) + given["d2t"].long()  # offsets, not ids
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < len(ids):
+        raise UsageError(
+            f"d2t of the head in {folder} leads to other tokens than the {vocab} of this target, or twice to one; "
+            "its entries are offsets: target id = i + d2t[i]"
+        )
+    if "t2d" in given:
+        mask = given["t2d"].bool()
+        if len(mask) != vocab or int(mask.sum()) != len(ids) or not bool(mask[ids].all()):
+            raise UsageError(f"t2d of the head in {folder} is not the other side of its d2t, or not of {vocab} tokens")
+    return None if len(ids) == vocab and bool((ids == torch.arange(vocab)).all()) else ids
+
+
+def _borrowing(given: dict[str, Tensor], ends: Ends, folder: Path) -> dict[str, Tensor]:
+    """Without copies of the target's matrices; embeddings of its own a head cannot have."""
+    embed = given.pop(EMBED, None)
+    if embed is not None and not _copy_of(embed, ends.embed):
+        raise UsageError(
+            f"the head in {folder} has embeddings that are not those of this target: it is for another model, or they "
+            "were trained with it, which cannot be served"
+        )
+    if OUTPUT in given and _copy_of(given[OUTPUT], ends.unembed):
+        given.pop(OUTPUT)
+    return given
+
+
+def _copy_of(theirs: Tensor, ours: Tensor) -> bool:
+    return theirs.shape == ours.shape and apart(theirs.to(ours.device), ours) <= SAME
+
+
+def _taps(config: dict[str, Any], speculators: bool, stack: int, count: int, folder: Path) -> tuple[int, ...]:
+    """States of the target, as Transformers numbers them: i is what enters layer i.
+
+    vLLM and speculators number them so too. SpecForge and SGLang number layers by what leaves them, and are known by
+    their first id, 1: what leaves layer 1 enters layer 2, and no other head reads what enters layer 1.
+    """
+    named = config.get(LAYER_IDS) or (config.get("eagle_config") or {}).get(LAYER_IDS)
+    taps = tuple(named or (2, stack // 2, stack - 3))
+    if named and not speculators and taps[0] == 1:
+        taps = tuple(tap + 1 for tap in taps)
+    if stack in taps:
+        raise UsageError(f"the head in {folder} reads the last layer before the final norm, which is not recorded")
+    if len(taps) != count or any(not 0 <= tap < stack for tap in taps):
+        raise UsageError(
+            f"the head in {folder} reads {count} states of its target, {list(taps)}, and this one has {stack} layers"
+        )
+    return taps
+
+
+def _steps(config: dict[str, Any]) -> int:
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return int(methods[0].get("speculative_tokens") or Spec("", ()).steps)
+
+
+def _shape(layer: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, folder: Path) -> dict[str, Any]:
+    """Settings of the layer, after Transformers has put old names in order."""
+    names = {*COPIED, "rope_theta", "rope_scaling", "max_position_embeddings"}
+    read = LlamaConfig(**{n: layer[n] for n in names if layer.get(n) is not None}, hidden_size=ends.hidden)
+    rope = read.rope_parameters
+    if rope.get("rope_type", "default") not in ROPES:
+        raise UsageError(f"the head in {folder} turns its keys by {rope['rope_type']}; {', '.join(ROPES)} can be read")
+    if rope.get("rope_type") == "yarn":  # it stretches from what the head was made for, not from what ours could hold
+        rope.setdefault("original_max_position_embeddings", read.max_position_embeddings)
+    biased = {"attention_bias": True} if any("q_proj.bias" in name for name in tensors) else {}
+    return {name: getattr(read, name) for name in COPIED} | biased

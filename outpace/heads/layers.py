@@ -1,0 +1,89 @@
+"""Parts: what the layers of a recursive head are made of. Those of a Llama, or those of the target, whatever it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModel, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP
+
+from outpace.errors import UsageError
+from outpace.models.hf.module import decoder_layers
+
+FULL = "full_attention"
+# Of the layers of a target: a head has one, the kind that most of them are. Dense first layers are left out.
+ALONE: dict[str, Any] = {
+    "num_hidden_layers": 1, "layer_types": [FULL], "first_k_dense_replace": 0, "mlp_only_layers": [],
+    "decoder_sparse_step": 1, "mlp_layer_types": ["sparse"],
+}  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """Classes, each with the signature that Transformers' models give theirs."""
+
+    config: type[PreTrainedConfig]
+    layer: Callable[[Any, int], nn.Module]  # config, index
+    attention: Callable[[Any, int], nn.Module] | None  # config, index; None: not to be had by itself
+    mlp: Callable[[Any], nn.Module] | None  # config
+    norm: Callable[[int, float], nn.Module]  # width, epsilon
+    rotary: Callable[[Any], nn.Module]  # config
+
+
+KNOWN = {
+    "llama": Parts(LlamaConfig, LlamaDecoderLayer, LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding),
+    "qwen3": Parts(Qwen3Config, Qwen3DecoderLayer, Qwen3Attention, Qwen3MLP, LlamaRMSNorm, LlamaRotaryEmbedding),
+}
+TARGET = "target"  # the name of the target's own parts
+
+
+def of(name: str, config: PreTrainedConfig) -> Parts:
+    """Parts by name; `config` is that of the head's layers."""
+    if name != TARGET:
+        return KNOWN[name]
+    decoder, _ = _skeleton(config)
+    if not hasattr(decoder, "rotary_emb") or not hasattr(decoder, "norm"):
+        raise UsageError(f"a head cannot be made of the layers of {type(decoder).__name__}: its parts have other names")
+    norm, rotary = type(decoder.norm), type(decoder.rotary_emb)
+    return Parts(type(config), _target_layer, None, None, norm, rotary)  # type: ignore[arg-type]
+
+
+def alone(target: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of one full-attention layer of this target."""
+    config = copy.deepcopy(target)
+    for name, value in ALONE.items():
+        if getattr(config, name, None) is not None:
+            setattr(config, name, copy.copy(value))
+    # Without a mask torch's attention is causal, and Transformers' own is not.
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def _skeleton(config: PreTrainedConfig) -> tuple[PreTrainedModel, nn.Module]:
+    """A decoder of this config without memory, and its only layer."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    decoder, name = decoder_layers(model)
+    return decoder, getattr(decoder, name)[0]  # type: ignore[return-value]
+
+
+def _target_layer(config: PreTrainedConfig, index: int) -> nn.Module:
+    decoder, layer = _skeleton(config)
+    layer = layer.to_empty(device="cpu")
+    layer.apply(decoder._init_weights)
+    for module in layer.modules():
+        if getattr(module, "config", None) is not None:
+            module.config = config  # type: ignore[assignment]
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = index  # type: ignore[assignment]
+    return layer

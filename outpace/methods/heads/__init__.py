@@ -1,0 +1,1 @@
+"""Methods that draft with a trained head."""

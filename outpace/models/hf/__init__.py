@@ -1,0 +1,1 @@
+"""Transformers models through our attention function and our key-value cache."""

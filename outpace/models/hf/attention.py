@@ -1,0 +1,158 @@
+"""Our attention function: a few query rows with ancestor masks over long prefixes of different lengths.
+
+It is registered once with Transformers' `AttentionInterface`. Everything it needs comes as the keyword argument
+`reach`, which the model's forward passes on; there is no global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from outpace.errors import UnsupportedModel
+from outpace.models.hf.cache import SlotCache
+from outpace.models.segment import Job
+
+NAME = "outpace"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a layer turns products of queries and keys into weights."""
+
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+
+
+class Attending(Protocol):
+    """What a pass hands to the attention function: it writes the new keys and values, and attends."""
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor: ...
+
+
+class Reach:
+    """Who attends to what in one pass; masks are made once and shared by all layers."""
+
+    def __init__(
+        self, cache: SlotCache, jobs: Seq[Job], windows: Seq[int | None], device: torch.device, alone: bool = False
+    ):
+        self.alone = alone  # each query by itself, over its own path: the same arithmetic in every pass
+        self.cache = cache
+        self.jobs = jobs
+        self.windows = windows  # of each layer
+        self.device = device
+        self.calls = 0  # layers that attended through us
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._paths: dict[tuple[int, int | None], list[Tensor]] = {}
+
+    def mask(self, index: int, window: int | None) -> Tensor | None:
+        """Mask of job `index`; None when its every query sees its every key."""  # [queries, keys]
+        if (index, window) not in self._masks:
+            mask = _mask(self.jobs[index], window)
+            self._masks[index, window] = None if bool(mask.all()) else mask.to(self.device)
+        return self._masks[index, window]
+
+    def paths(self, index: int, window: int | None) -> list[Tensor]:
+        """Cache entries that each query of job `index` sees, in the order of the text."""  # queries of [keys]
+        if (index, window) not in self._paths:
+            mask = _mask(self.jobs[index], window)
+            self._paths[index, window] = [torch.nonzero(seen).flatten().to(self.device) for seen in mask]
+        return self._paths[index, window]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """Write the new keys and values, then one job after the other."""  # out: [1, tokens, heads, head dim]
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        self.cache.write(layer, key, value, self.jobs)
+        keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.windows[layer]
+        self.calls += 1
+        out, at = [], 0
+        for index, job in enumerate(self.jobs):
+            count = len(job.tokens)
+            q = query[0, :, at : at + count]
+            at += count
+            if self.alone:
+                for i, path in enumerate(self.paths(index, window)):
+                    k, v = (side[job.row].index_select(1, path) for side in (keys, values))
+                    out.append(_attend(q[:, i : i + 1], k, v, None, rule))
+                continue
+            # A windowed layer need not look at keys that no query of this job can see.
+            first = 0 if window is None else max(0, job.start - window + 1)
+            mask = self.mask(index, window)
+            k, v = keys[job.row][:, first : job.end], values[job.row][:, first : job.end]
+            out.append(_attend(q, k, v, mask if mask is None else mask[:, first:], rule))
+        if at < query.shape[2]:  # rows that only fill up the pass
+            out.append(query.new_zeros(query.shape[1], query.shape[2] - at, value.shape[3]))
+        return torch.cat(out, dim=1).transpose(0, 1)[None]
+
+
+def _mask(job: Job, window: int | None) -> Tensor:
+    fed, queries = len(job.pending), len(job.tokens)
+    mask = torch.zeros(queries, job.end, dtype=torch.bool)
+    mask[:, : job.start] = True
+    mask[:fed, job.start : job.start + fed] = torch.ones(fed, fed, dtype=torch.bool).tril_()
+    depths: list[int] = []
+    if job.tree is not None:
+        mask[fed:, job.start : job.start + fed] = True
+        mask[fed:, job.start + fed :] = job.tree.ancestors(job.since)
+        depths = job.tree.depths
+    if window is not None:
+        first = job.start + fed
+        keys = torch.cat([torch.arange(first), first + torch.tensor(depths, dtype=torch.long)])
+        mask &= torch.tensor(job.positions)[:, None] - keys[None] < window
+    return mask
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, tokens of all jobs, head dim]
+    key: Tensor,  # [1, kv heads, tokens of all jobs, head dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    reach: Attending,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # attention sinks, one logit per head
+    **_: object,
+) -> tuple[Tensor, None]:  # [1, tokens, heads, head dim]
+    # We never hand in a mask or older keys, so the model made them: a bias, or keys of no token, that we would lose.
+    if attention_mask is not None or key.shape[2] != query.shape[2]:
+        raise UnsupportedModel(f"{type(module).__name__} attends to more than the tokens")
+    rule = Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
+    return reach.attend(module, query, key, value, rule), None
+
+
+def _attend(
+    q: Tensor,  # [heads, queries, dim]
+    k: Tensor,  # [kv heads, keys, dim]
+    v: Tensor,
+    mask: Tensor | None,  # [queries, keys]
+    rule: Rule,
+) -> Tensor:  # [heads, queries, dim]
+    groups, queries = q.shape[0] // k.shape[0], q.shape[1]
+    # Heads that share a key head become further query rows of it: no key is repeated.
+    q = q.reshape(k.shape[0], groups * queries, q.shape[2])
+    mask = mask if mask is None or groups == 1 else mask.repeat(groups, 1)
+    if rule.softcap is None and rule.sinks is None:
+        out = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=rule.scaling)[0]
+    else:
+        scores = (q @ k.transpose(1, 2)) * rule.scaling
+        if rule.softcap is not None:
+            scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        if rule.sinks is not None:
+            sink = rule.sinks.reshape(k.shape[0], groups, 1, 1).expand(-1, -1, queries, 1)
+            scores = torch.cat([scores, sink.reshape(k.shape[0], groups * queries, 1).to(scores)], dim=-1)
+        probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        out = probs[..., : k.shape[1]].to(v.dtype) @ v
+    return out.reshape(groups * k.shape[0], queries, v.shape[2])
+
+
+AttentionInterface.register(NAME, attend)

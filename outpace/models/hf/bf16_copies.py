@@ -1,0 +1,79 @@
+"""Weights read as 16 bits: a float32 model whose weights are all bfloat16 numbers, as most published ones are, keeps
+a second copy of them in half the bytes. A product widens each again, so its result has the same bits.
+
+On a CPU a pass takes as long as its weights take to come from memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from outpace.models.hf.int8 import linears
+from outpace.models.memory import free
+
+
+class HalfLinear(nn.Module):
+    """A linear layer of float32 whose weights are bfloat16 numbers."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layer: nn.Linear, weight: Tensor):
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", layer.bias.detach() if layer.bias is not None else None)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LINEAR(x, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return nn.functional.linear(x, weight.to(x.dtype), bias)
+
+
+OPS = torch.library.Library("outpace_halves", "DEF")
+OPS.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+OPS.impl("linear", linear, "CompositeExplicitAutograd")
+OPS.impl("linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]), "Meta")
+LINEAR = torch.ops.outpace_halves.linear.default
+
+
+class Halves:
+    """The copies of one model's weights, which all slices of it share."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Tensor | None] = {}  # by address; None where bits would be lost
+
+    @property
+    def bytes(self) -> int:
+        return sum(copy.nbytes for copy in self._copies.values() if copy is not None)
+
+    def shorten(self, model: nn.Module) -> None:
+        """Replace the linear layers of this model, which must be ours, where that loses nothing and memory allows."""
+        found = linears(model)
+        new = {child.weight.data_ptr(): child.weight.nbytes // 2 for *_, child in found}
+        missing = sum(count for address, count in new.items() if address not in self._copies)
+        if missing > free(torch.device("cpu")) // 2:
+            return
+        for parent, name, child in found:
+            copy = self._of(child.weight.detach())
+            if copy is not None:
+                setattr(parent, name, HalfLinear(child, copy))
+
+    def stale(self, model: nn.Module) -> bool:
+        """Whether any weight of this model is no longer the one that was copied."""
+        weights = [layer.weight.detach() for layer in model.modules() if type(layer) is nn.Linear]
+        return bool(self._copies) and any(self._changed(weight) for weight in weights)
+
+    def _changed(self, weight: Tensor) -> bool:
+        copy = self._copies.get(weight.data_ptr(), weight.new_empty(0))
+        return copy is not None and not torch.equal(copy.to(weight.dtype), weight)
+
+    def _of(self, weight: Tensor) -> Tensor | None:
+        address = weight.data_ptr()
+        if address not in self._copies:
+            copy = weight.to(torch.bfloat16)
+            self._copies[address] = copy if torch.equal(copy.float(), weight) else None
+        return self._copies[address]

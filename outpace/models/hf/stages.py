@@ -1,0 +1,130 @@
+"""Stages: some consecutive layers of a Transformers model as a pass of their own, on the model's own modules.
+
+Only the modules above the layers are copied, and shallowly, so a stage costs nothing and runs whatever its layers are,
+compiled ones too. What enters its first layer can be given: then embeddings are neither looked up nor scaled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outpace.models.hf.module import decoder_layers, trim
+from outpace.models.segment import Job
+
+
+class Span(NamedTuple):
+    """Layers from `first` up to, and without, `last`."""
+
+    first: int
+    last: int
+
+
+class Ran(NamedTuple):
+    """What a stage gives."""
+
+    states: Tensor  # [tokens, hidden]: what leaves its last layer
+    logits: Tensor | None  # [nodes, vocab], if any were asked for
+
+
+class Stage:
+    """A span of the layers of a model, which must be ours; the head and the norm before it follow every span."""
+
+    def __init__(self, model: PreTrainedModel, span: Span):
+        decoder, name = decoder_layers(model)
+        path = next(path for path, module in model.named_modules() if module is decoder).split(".")
+        self.model = parent = _shallow(model)
+        for part in path if path != [""] else []:
+            parent._modules[part] = _shallow(parent._modules[part])  # type: ignore[arg-type]
+            parent = parent._modules[part]  # type: ignore[assignment]
+        self.decoder: nn.Module = parent
+        self.layers = nn.ModuleList(getattr(decoder, name)[span.first : span.last])
+        self.decoder._modules[name] = self.layers
+        kept = self.decoder.config
+        self.decoder.config = copy.deepcopy(kept)  # type: ignore[assignment]
+        self.decoder.config._attn_implementation = kept._attn_implementation  # type: ignore[union-attr]
+        trim(self.decoder.config, range(span.first, span.last))  # type: ignore[arg-type]
+
+    def run(self, ids: Tensor, entering: Tensor | None, nodes: Tensor | None, **given: Any) -> Ran:
+        """A pass; `nodes`, whose logits are wanted, may be None for none."""  # [tokens], [tokens, hidden], [nodes]
+        if entering is None:
+            given["input_ids"] = ids[None]
+        else:
+            given["inputs_embeds"] = entering[None]
+        with _between(self.layers, entering) as left:
+            if nodes is None:
+                self.decoder(**given)
+                return Ran(left[0], None)
+            logits = self.model(**given, logits_to_keep=nodes).logits[0]
+            return Ran(left[0], logits)
+
+
+def _shallow(module: nn.Module) -> Any:
+    """A module that shares everything with this one, but can be given other children."""
+    new = copy.copy(module)
+    new._modules = dict(module._modules)
+    return new
+
+
+@contextmanager
+def _between(layers: nn.ModuleList, entering: Tensor | None) -> Iterator[list[Tensor]]:
+    """Hand `entering` to the first layer, whatever the model made of it, and collect what leaves the last one."""
+    left: list[Tensor] = []
+
+    def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert entering is not None
+        if args:
+            return (entering[None], *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": entering[None]}
+
+    def collect(_: nn.Module, args: object, out: Any) -> None:
+        left.append((out[0] if isinstance(out, tuple) else out)[0])
+
+    handles = [layers[-1].register_forward_hook(collect)]
+    if entering is not None:
+        handles.append(layers[0].register_forward_pre_hook(replace, with_kwargs=True))
+    try:
+        yield left
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Staged(Protocol):
+    """A model that can run some of its layers."""
+
+    stack: int
+
+    def part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran: ...
+
+
+def resume(lm: Staged, jobs: Seq[Job], nodes: list[int]) -> Tensor:  # [nodes, vocab]
+    """A pass in which tokens enter at different layers: each stage runs those that are there by then."""
+    states: dict[int, Tensor] = {}  # of each job: of those of its tokens that run
+    logits = None
+    cuts = {0, lm.stack, *(job.resumed.layers for job in jobs if job.resumed is not None)}
+    for span in map(Span._make, pairwise(sorted(cuts))):
+        parts: dict[int, Job] = {}
+        for i, job in enumerate(jobs):
+            done = job.resumed
+            if done is not None and done.layers == span.first:
+                states[i] = torch.cat([done.states, states[i]]) if i in states else done.states
+            part = job if done is None or done.layers <= span.first else job.fresh()
+            if part is not None:
+                parts[i] = part
+        if not parts:
+            continue
+        entering = torch.cat([states[i] for i in parts]) if span.first else None
+        ran = lm.part(span, list(parts.values()), entering, nodes if span.last == lm.stack else None)
+        pieces = ran.states.split([len(part.tokens) for part in parts.values()])
+        states = dict(zip(parts, pieces, strict=True))
+        logits = ran.logits
+    assert logits is not None, "every job runs in the last stage"
+    return logits

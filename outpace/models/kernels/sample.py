@@ -1,0 +1,152 @@
+"""The choice of a token for each row of logits: the largest, or the largest with keyed noise, as `Sampler` makes it.
+
+The noise is that of `outpace.sampling.noise.gumbel`: a pure function of two words and the token. Nothing is sorted, and
+no row of the vocabulary is written.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.models.kernels.triton_runtime import begin, constexpr, early, jit, power, tl
+
+BLOCK = 2048  # logits of a chunk
+
+
+def choose(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
+    """Each row's token; its largest logit, which is not finite when the row cannot be chosen from; the token's
+    probability, under greedy choice that at temperature 1; and 1, because it is sure."""
+    # [rows, vocab], int64 [rows, 2] of `noise.keys`, [rows] (0: greedy) -> float64 [4, rows]
+    return torch.ops.outpace.choose(logits, words, temperature)
+
+
+@torch.library.custom_op(
+    "outpace::choose", mutates_args=(), schema="(Tensor logits, Tensor words, Tensor temperature) -> Tensor"
+)
+def _choose(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
+    return launch(logits, words, temperature).chosen
+
+
+@_choose.register_fake
+def _(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
+    return logits.new_empty(4, logits.shape[0], dtype=torch.float64)
+
+
+class Made(NamedTuple):
+    """Choices, and what was found on the way."""
+
+    chosen: Tensor  # float64 [4, rows]
+    facts: Tensor  # [4, rows, chunks]: largest logit; after the temperature: largest, mass, and that of the winner
+
+
+def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = BLOCK) -> Made:
+    """Both kernels, in chunks of `block` logits. Everything is read where it lies, or there would be more of them."""
+    (rows, vocab), device = logits.shape, logits.device
+    chunks = -(-vocab // block)
+    chosen = torch.empty(4, rows, dtype=torch.float64, device=device)
+    scores = torch.empty(rows, chunks, dtype=torch.float64, device=device)
+    winners = torch.empty(rows, chunks, dtype=torch.int32, device=device)
+    facts = torch.empty(4, rows, chunks, dtype=torch.float32, device=device)
+    if rows == 0:
+        return Made(chosen, facts)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    with torch.cuda.device_of(logits):
+        # PyTorch divides by a number on a GPU as it multiplies by the inverse, and on a CPU it divides.
+        _chunk[(rows, chunks)](
+            logits, words, temperature, scores, winners, facts, vocab, logits.stride(0), words.stride(0),
+            words.stride(1), temperature.stride(0), BLOCK=block, INVERSE=device.type == "cuda", num_warps=8,
+            **early(device),
+        )  # fmt: skip
+        _best[(rows,)](scores, winners, facts, chosen, chunks, BLOCK=power(chunks), num_warps=4, **early(device))
+    return Made(chosen, facts)
+
+
+@jit
+def _chunk(
+    logits, words, temperature, scores, winners, facts, vocab, stride, w0, w1, t0,
+    BLOCK: constexpr, INVERSE: constexpr, EARLY: constexpr,
+):  # fmt: skip
+    """The best token of one chunk of one row."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    begin(EARLY)
+    x = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < vocab, other=float("-inf"))
+    if x.dtype != tl.float64:
+        x = x.to(tl.float32)
+    bad = tl.max((x != x).to(tl.int32), 0) > 0  # a maximum passes over what is not a number
+    place, apart = row * tl.num_programs(1) + chunk, tl.num_programs(0) * tl.num_programs(1)
+    largest = tl.max(x, 0)
+    tl.store(facts + place, tl.where(bad, float("nan"), largest).to(tl.float32))
+    heat = tl.load(temperature + row * t0)
+    if heat == 0:
+        warm, top = x, tl.where(largest == largest, largest, float("-inf")).to(tl.float64)
+        winner = tl.min(tl.where(x == largest, token, vocab - 1), 0)  # the first, if several are
+    else:
+        warm = cooled(x, heat.to(x.dtype), INVERSE)
+        score = warm.to(tl.float64) + gumbel(token, words + row * w0, w1)
+        score = tl.where(score == score, score, float("-inf"))
+        top = tl.max(score, 0)
+        winner = tl.min(tl.where(score == top, token, vocab - 1), 0)
+    tl.store(scores + place, top)
+    tl.store(winners + place, winner)
+    warm = warm.to(tl.float32)
+    warm = tl.where(warm < float("inf"), warm, float("-inf"))  # what is not finite is told by the largest logit
+    peak = tl.max(warm, 0)
+    mass = tl.sum(tl.exp(warm - tl.where(peak == float("-inf"), 0.0, peak)), 0)
+    tl.store(facts + apart + place, peak)
+    tl.store(facts + 2 * apart + place, mass)
+    tl.store(facts + 3 * apart + place, tl.max(tl.where(token == winner, warm, float("-inf")), 0))
+
+
+@jit
+def cooled(x, heat, INVERSE: constexpr):
+    """`x / heat`, in the dtype of x, to the bit as PyTorch has it."""
+    one = heat * 0 + 1
+    if x.dtype == tl.float64:
+        return x * (one / heat) if INVERSE else x / heat
+    else:  # a float32 quotient is approximate unless one asks
+        return x * tl.div_rn(one, heat) if INVERSE else tl.div_rn(x, heat + tl.zeros_like(x))
+
+
+@jit
+def gumbel(token, words, apart):
+    """`outpace.sampling.noise.gumbel` of each token, with the two words of its keys."""  # float64
+    a, b = tl.load(words).to(tl.uint32), tl.load(words + apart).to(tl.uint32)
+    word = _mix(_mix(token.to(tl.uint32) * 0x9E3779B1 + a) ^ b)
+    return -tl.log(-tl.log((word.to(tl.float64) + 0.5) * (1.0 / 4294967296)))
+
+
+@jit
+def _mix(x):
+    """`outpace.sampling.noise.mix`, whose products wrap around by themselves in 32 bits."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@jit
+def _best(scores, winners, facts, chosen, chunks, BLOCK: constexpr, EARLY: constexpr):
+    """The best of a row's chunks; the first of them, if several are."""
+    row, rows, chunk = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
+    place, inside = row * chunks + chunk, chunk < chunks
+    begin(EARLY)
+    score = tl.load(scores + place, mask=inside, other=float("-inf"))
+    winner = tl.load(winners + place, mask=inside, other=2**31 - 1)
+    largest = tl.load(facts + place, mask=inside, other=float("-inf"))
+    apart = rows * chunks
+    peak = tl.load(facts + apart + place, mask=inside, other=float("-inf"))
+    mass = tl.load(facts + 2 * apart + place, mask=inside, other=0.0)
+    held = tl.load(facts + 3 * apart + place, mask=inside, other=float("-inf"))
+    first = tl.min(tl.where(score == tl.max(score, 0), winner, 2**31 - 1), 0)
+    bad = tl.max((largest != largest).to(tl.int32), 0) > 0
+    top = tl.maximum(tl.max(peak, 0), -3e38)
+    kept = tl.max(tl.where(winner == first, held, float("-inf")), 0)
+    total = tl.maximum(tl.sum(mass * tl.exp(peak - top), 0), 1e-30)
+    tl.store(chosen + row, first.to(tl.float64))
+    tl.store(chosen + rows + row, tl.where(bad, float("nan"), tl.max(largest, 0)).to(tl.float64))
+    tl.store(chosen + 2 * rows + row, (tl.exp(kept - top) / total).to(tl.float64))
+    tl.store(chosen + 3 * rows + row, tl.full([], 1, tl.float64))

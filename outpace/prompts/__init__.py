@@ -1,0 +1,1 @@
+"""Prompts to measure and to train on."""

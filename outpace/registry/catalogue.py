@@ -1,0 +1,112 @@
+"""Catalogue: what every method, policy and verifier is, and which options it has, without importing one of them.
+
+`catalogue.json` is written from the classes by `python -m outpace.registry.catalogue`; a test compares the two. So
+help, lists and wrong options take no time, and need no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from outpace import registry
+from outpace.errors import UsageError, unknown
+
+FILE = Path(__file__).with_name("catalogue.json")
+KINDS = {"methods": "method", "policies": "policy", "verifiers": "verifier"}
+REQUIRED = "required"
+PLAIN_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "None": (type(None),),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method, policy or verifier: in a sentence, with its options and their defaults."""
+
+    about: str
+    lossless: bool
+    lossless_if: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # "required" where there is no default
+    types: dict[str, str] = field(default_factory=dict)  # of the options, as annotated
+
+    @classmethod
+    def describe(cls, described: type) -> Entry:
+        known = registry.options(described)
+        needed = registry.required(described)
+        return cls(
+            about=(described.__doc__ or "").strip().split("\n")[0],
+            lossless=getattr(described, "lossless", True),
+            lossless_if=getattr(described, "lossless_if", {}),
+            options={name: REQUIRED if name in needed else f.default for name, f in known.items()},
+            types={name: str(f.type) for name, f in known.items()},
+        )
+
+    @property
+    def required(self) -> list[str]:
+        return [name for name, default in self.options.items() if default == REQUIRED]
+
+
+@cache
+def _ours() -> dict[str, dict[str, Entry]]:
+    found = json.loads(FILE.read_text(encoding="utf-8"))
+    return {kind: {name: Entry(**entry) for name, entry in entries.items()} for kind, entries in found.items()}
+
+
+def entries(kind: str) -> dict[str, Entry]:
+    """All of a kind: "method", "policy" or "verifier". Only what is not ours is imported for it."""
+    plural = next(plural for plural, singular in KINDS.items() if singular == kind)
+    ours, places = _ours()[plural], registry.names(kind)
+    added = registry.installed() if kind == "method" else {}
+    return {
+        name: ours[name] if name in ours and name not in added else Entry.describe(registry.find(name, kind))
+        for name in places
+    }
+
+
+def entry(kind: str, name: str) -> Entry:
+    known = entries(kind)
+    if name not in known:
+        raise unknown(kind, name, known)
+    return known[name]
+
+
+def check(kind: str, spec: str, given: Mapping[str, Any] | None = None, provided: Iterable[str] = ()) -> None:
+    """Refuse a name, an option or a kind of value that cannot be; `provided` are options that are filled in later."""
+    name, options = registry.parse(spec)
+    options |= given or {}
+    known = entry(kind, name)
+    for option, value in options.items():
+        if option not in known.options:
+            raise unknown(f"option of {kind} {name!r}", option, known.options)
+        kinds = [part.strip() for part in known.types[option].split("|")]
+        if all(k in PLAIN_TYPES for k in kinds) and not _fits(value, kinds):
+            raise UsageError(f"{option}={value!r} of {kind} {name!r} should be {known.types[option]}")
+    missing = [option for option in known.required if option not in {*options, *provided}]
+    if missing:
+        raise UsageError(f"{kind} {name!r} needs {', '.join(missing)}; pass {missing[0]}=...")
+
+
+def _fits(value: Any, kinds: list[str]) -> bool:
+    if isinstance(value, bool):  # which Python takes for an int
+        return "bool" in kinds
+    return isinstance(value, tuple(cls for kind in kinds for cls in PLAIN_TYPES[kind]))
+
+
+def described() -> dict[str, dict[str, dict[str, Any]]]:
+    """Everything of ours, from the classes."""
+    return {
+        plural: {
+            name: asdict(Entry.describe(registry.find(name, kind)))
+            for name in (registry.METHODS if kind == "method" else registry.names(kind))
+        }
+        for plural, kind in KINDS.items()
+    }
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(described(), indent=1) + "\n", encoding="utf-8")

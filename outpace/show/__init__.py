@@ -1,1 +1,0 @@
-"""The trace viewer: a trace as one HTML page, or in the terminal (outpace show)."""

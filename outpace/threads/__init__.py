@@ -1,0 +1,1 @@
+"""One thread for each model runs its passes, whoever asks for them."""

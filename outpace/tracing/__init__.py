@@ -1,0 +1,1 @@
+"""Traces: what every pass did, on disk and on screen."""

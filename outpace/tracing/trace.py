@@ -1,0 +1,265 @@
+"""Trace: what every pass drafted, chose and kept, and how long it took, as JSON lines (docs/trace.md).
+
+`TraceWriter` turns the engine's events into lines as they happen; `read` turns a file back into records, whose `steps`
+are those of the run. The format has a version: a reader refuses a file that is newer than it knows.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from outpace import registry
+from outpace.core.engine import Event
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import ROOT, Decision, Signal, Tree
+from outpace.errors import OutpaceError
+from outpace.storage.json_lines import read_lines
+from outpace.text import TextStream, Tokenizer
+from outpace.version import __version__
+
+FORMAT, VERSION = "outpace-trace", 1
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A node at which the target chose, if probabilities were asked for: how likely it held its choice and each child.
+
+    The law is that of the sampling settings; under greedy decoding, that of the model.
+    """
+
+    node: int
+    choice: float
+    children: dict[int, float]  # child -> probability
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of one request."""
+
+    request: int
+    at: float  # seconds from the start of the trace to the end of the pass
+    rows: int  # requests that shared it
+    tokens: list[int]  # of the tree, root first
+    parents: list[int]
+    by: list[str]  # who proposed each node; nobody proposes the root
+    path: list[int]  # accepted nodes, root first
+    committed: list[int]  # the choices, in order
+    seconds: dict[str, float]  # prefill, draft, score, verify, keep
+    text: list[str] = field(default_factory=list)  # what each committed token added to the answer
+    kept: list[int] = field(default_factory=list)  # nodes whose keys and values stayed
+    signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
+    chances: dict[int, float] = field(default_factory=dict)  # node -> the drafter's guess at P(right | parent is)
+    trusted: list[int] = field(default_factory=list)  # nodes that a lossy method committed unasked
+    judged: list[Judged] = field(default_factory=list)
+    decision: Decision | None = None  # why so much was verified, of a policy that weighs it
+
+    @property
+    def step(self) -> Step:
+        """The step as it was, but for the laws that a draft drew from."""
+        tree = Tree(
+            list(self.tokens), list(self.parents), dict(self.signals), chances=dict(self.chances),
+            trusted=set(self.trusted), decision=self.decision,
+        )  # fmt: skip
+        return Step(tree, list(self.path), list(self.committed), list(self.kept))
+
+    @classmethod
+    def of(cls, line: dict[str, Any]) -> Pass:
+        signals = {int(n): Signal(p, h, tuple(top)) for n, (p, h, top) in line.pop("signals", {}).items()}
+        chances = {int(node): chance for node, chance in line.pop("chances", {}).items()}
+        judged = [
+            Judged(j["node"], j["choice"], {int(n): p for n, p in j["children"].items()})
+            for j in line.pop("judged", [])
+        ]
+        decision = Decision(**line.pop("decision")) if "decision" in line else None
+        return cls(**line, signals=signals, chances=chances, judged=judged, decision=decision)
+
+
+@dataclass
+class RequestTrace:
+    """One request: how it was asked, its passes and its end."""
+
+    id: int
+    method: str
+    verifier: str
+    policy: str
+    lossless: bool
+    sampling: dict[str, Any]
+    prompt: list[int]
+    passes: list[Pass] = field(default_factory=list)
+    finish_reason: str | None = None  # None: the trace breaks off
+    error: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for p in self.passes for token in p.committed]
+
+    @property
+    def steps(self) -> list[Step]:
+        return [p.step for p in self.passes]
+
+
+@dataclass
+class Trace:
+    """A whole file."""
+
+    header: dict[str, Any]
+    requests: list[RequestTrace]
+    pieces: dict[int, str]  # the text of each token that occurs
+
+
+class TraceWriter:
+    """Writes a line as soon as something happened, so what was there when a run broke off can be read."""
+
+    def __init__(self, path: str | Path, tokenizer: Tokenizer | None = None, model: str = "", probs: bool = False):
+        self.tokenizer = tokenizer
+        self.probs = probs
+        self._ids: dict[int, int] = {}  # of the sequences, to the numbers in this file
+        self._known: set[int] = set()
+        self._start = time.perf_counter()
+        try:
+            self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise OutpaceError(f"cannot write the trace: {error}") from error
+        versions = {"outpace": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        self._write("header", format=FORMAT, version=VERSION, model=model, probs=probs, versions=versions)
+
+    def begin(self, seqs: Seq[Sequence]) -> None:
+        """These requests are about to run."""
+        for seq in seqs:
+            self._ids[seq.id] = len(self._ids)
+            self._pieces(seq.tokens)
+            self._write(
+                "request",
+                id=self._ids[seq.id],
+                method=seq.drafter.name or type(seq.drafter).__name__,
+                verifier=registry.name_of(seq.verifier, "verifier"),
+                policy=registry.name_of(seq.policy, "policy"),
+                lossless=seq.drafter.lossless and seq.verifier.lossless,
+                sampling=asdict(seq.sampler.sampling),
+                prompt=seq.tokens,
+            )
+
+    def event(self, event: Event) -> None:
+        """This happened."""
+        seq, step = event.seq, event.step
+        if step is not None:
+            self._pass(event, step)
+        if seq.finished:
+            end = {} if seq.error is None else {"error": seq.error}
+            self._write("end", request=self._ids[seq.id], finish_reason=seq.finish_reason, **end)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _pass(self, event: Event, step: Step) -> None:
+        seq, tree = event.seq, step.tree
+        own = seq.drafter.name or type(seq.drafter).__name__
+        self._pieces([*tree.tokens, *step.tokens])
+        line: dict[str, Any] = {
+            "request": self._ids[seq.id],
+            "at": round(time.perf_counter() - self._start, 6),
+            "rows": event.rows,
+            "tokens": tree.tokens,
+            "parents": tree.parents,
+            "by": ["", *(tree.sources.get(node, own) for node in range(1, len(tree)))],
+            "path": step.path,
+            "committed": step.tokens,
+            "kept": step.kept,
+            "seconds": {name: round(spent, 6) for name, spent in event.seconds.items()},
+        }
+        if isinstance(seq.watcher, TextStream):
+            count = len(seq.generated)
+            line["text"] = seq.watcher.of(count - len(step.tokens), count)
+        if tree.signals:
+            line["signals"] = {n: [s.prob, s.entropy, list(s.top)] for n, s in tree.signals.items()}
+        if tree.chances:
+            line["chances"] = {node: round(chance, 6) for node, chance in tree.chances.items()}
+        if tree.trusted and not seq.verifier.lossless:
+            line["trusted"] = sorted(tree.trusted)
+        if tree.decision is not None:
+            line["decision"] = asdict(tree.decision)
+        if self.probs:
+            line["judged"] = [asdict(judged) for judged in _judge(event, step)]
+        self._write("pass", **line)
+
+    def _pieces(self, tokens: Seq[int]) -> None:
+        """The text of tokens that the file does not have yet."""
+        new = sorted(set(tokens) - self._known)
+        self._known.update(new)
+        if new and self.tokenizer is not None:
+            self._write("pieces", pieces={token: self.tokenizer.decode([token]) for token in new})
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+def _judge(event: Event, step: Step) -> Iterator[Judged]:
+    seq, scores = event.seq, event.scores
+    assert scores is not None, "a pass has scores"
+    start = len(seq.tokens) - len(step.tokens)
+    for depth, (node, token) in enumerate(zip(step.path, step.tokens, strict=False)):
+        law = seq.sampler.shape(scores.logits[node], seq.tokens[: start + depth]).double().softmax(-1)  # [vocab]
+        children = {child: float(law[step.tree.tokens[child]]) for child in step.tree.children(node)}
+        yield Judged(node, float(law[token]), children)
+
+
+def reason(record: Pass, node: int, pieces: dict[int, str]) -> str:
+    """Why a node was accepted or not, in words."""
+    if node == ROOT:
+        return "the root: committed by the pass before"
+    if node in record.path and node in record.trusted:
+        return "accepted unasked: the method vouched for it"
+    if node in record.path:
+        return "accepted: the target chose it"
+    parent = record.parents[node]
+    if parent not in record.path:
+        return "never judged: a token before it was rejected"
+    depth = record.path.index(parent)
+    if depth >= len(record.committed):
+        return "never judged: the request had ended"
+    chosen = pieces.get(record.committed[depth], f"token {record.committed[depth]}")
+    judged = {j.node: j for j in record.judged}.get(parent)
+    likely = f" (probability {judged.children[node]:.3f} against {judged.choice:.3f})" if judged is not None else ""
+    return f"rejected: the target chose {chosen!r}{likely}"
+
+
+def read(path: str | Path) -> Trace:
+    """A trace file as records; a last line that was cut off is left out."""
+    header, *lines = read_lines(
+        path, FORMAT, VERSION, "an Outpace trace; make one with `outpace generate --trace FILE`"
+    )
+    trace = Trace(header, [], {})
+    for number, line in enumerate(lines, start=2):
+        try:
+            _take(trace, line.pop("type"), line)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise OutpaceError(f"{str(path)!r}, line {number} is not of this format: {error!r}") from error
+    return trace
+
+
+def _take(trace: Trace, kind: str, line: dict[str, Any]) -> None:
+    """Add one line; kinds that a later version may add are passed over."""
+    if kind == "request":
+        trace.requests.append(RequestTrace(**line))
+    elif kind == "pass":
+        trace.requests[line["request"]].passes.append(Pass.of(line))
+    elif kind == "end":
+        ended = trace.requests[line["request"]]
+        ended.finish_reason, ended.error = line["finish_reason"], line.get("error")
+    elif kind == "pieces":
+        trace.pieces.update({int(token): piece for token, piece in line["pieces"].items()})

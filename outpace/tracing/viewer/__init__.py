@@ -1,0 +1,1 @@
+"""Traces as a page and in a terminal."""

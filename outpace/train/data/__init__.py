@@ -1,0 +1,1 @@
+"""Texts to train on: the target's own answers."""

@@ -1,0 +1,89 @@
+"""Batches: records of about the same length together, as many as a budget of tokens holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence as Seq
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from outpace.errors import UsageError
+from outpace.train.data.records import Record
+
+POOL = 1024  # records that are put in order of length together: what is alike in length differs from epoch to epoch
+WIDTHS = 32  # that batches have: steps up to the longest text
+
+
+class Batch(NamedTuple):
+    """Texts, padded on the right with zeros."""
+
+    tokens: Tensor  # [batch, tokens], int64
+    mask: Tensor  # [batch, tokens], bool: the token belongs to an answer
+    lengths: Tensor  # [batch]: tokens that are no padding
+
+    def to(self, device: str | torch.device) -> Batch:
+        return Batch(*(tensor.to(device) for tensor in self))
+
+    def filled(self, budget: int, length: int) -> Batch:
+        """Padded to one of few shapes: libraries of a GPU plan anew for each, which takes longer than a step."""
+        rows, width = self.tokens.shape
+        wide = _rounded(width, length)
+        below, beside = max(budget // wide - rows, 0), wide - width
+        tokens, mask = (nn.functional.pad(tensor, (0, beside, 0, below)) for tensor in self[:2])
+        return Batch(tokens, mask, nn.functional.pad(self.lengths, (0, below)))
+
+
+def _rounded(size: int, length: int) -> int:
+    step = max(1, length // WIDTHS)
+    return -(-size // step) * step
+
+
+def batches(records: Seq[Record], tokens_per_batch: int, length: int, seed: int = 0, epoch: int = 0) -> Iterator[Batch]:
+    """Every record once, in an order that depends on nothing but seed and epoch; texts are cut off at `length`."""
+    for chosen in plan(records, tokens_per_batch, length, seed, epoch):
+        yield collate([records[i] for i in chosen], length)
+
+
+def plan(records: Seq[Record], tokens_per_batch: int, length: int, seed: int = 0, epoch: int = 0) -> list[list[int]]:
+    """Which records make each batch. One whose answer begins beyond `length` is left out."""
+    if length < 2:
+        raise UsageError(f"length={length} is too short to learn from: at least 2")
+    if tokens_per_batch < length:
+        raise UsageError(f"a batch of {tokens_per_batch} tokens cannot hold a text of {length}: raise it, or cut texts")
+    usable = [i for i, record in enumerate(records) if record.prompt < min(len(record.tokens), length)]
+    if not usable:
+        raise UsageError(f"no answer begins within {length} tokens: raise the length, or write other data")
+    draw = random.Random(f"{seed}/{epoch}")
+    draw.shuffle(usable)
+    found: list[list[int]] = []
+    for start in range(0, len(usable), POOL):
+        pool = sorted(usable[start : start + POOL], key=lambda i: min(len(records[i].tokens), length))
+        sizes = [_rounded(min(len(records[i].tokens), length), length) for i in pool]
+        found += _cut(pool, sizes, tokens_per_batch)
+    draw.shuffle(found)
+    return found
+
+
+def _cut(pool: Seq[int], lengths: Seq[int], budget: int) -> Iterator[list[int]]:
+    """Runs of a pool in order of length, padding counted."""
+    batch: list[int] = []
+    for index, size in zip(pool, lengths, strict=True):
+        if batch and (len(batch) + 1) * size > budget:
+            yield batch
+            batch = []
+        batch.append(index)
+    yield batch
+
+
+def collate(records: Seq[Record], length: int) -> Batch:
+    """One batch of these."""
+    lengths = torch.tensor([min(len(record.tokens), length) for record in records])
+    tokens = torch.zeros(len(records), int(lengths.max()), dtype=torch.long)
+    for row, record in zip(tokens, records, strict=True):
+        cut = record.tokens[:length]
+        row[: len(cut)] = cut
+    places = torch.arange(tokens.shape[1])
+    starts = torch.tensor([record.prompt for record in records])
+    return Batch(tokens, (places >= starts[:, None]) & (places < lengths[:, None]), lengths)

@@ -1,0 +1,51 @@
+"""Prompts that a model writes itself, as in Magpie: it is given its chat template up to where the user would speak."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from outpace.api.model import Model
+from outpace.api.stream import Completion
+from outpace.errors import UnsupportedModel, UsageError
+
+MARK = "~what the user says~"
+
+
+class Opening(NamedTuple):
+    """A conversation before its first word, and how one knows that the user has finished."""
+
+    tokens: list[int]
+    stop_tokens: tuple[int, ...]
+    stop: tuple[str, ...]
+    special: frozenset[int]  # tokens that no user writes
+
+
+def opening(model: Model, system: str | None = None) -> Opening:
+    """The model's chat template up to the user's turn, in a conversation with this system message."""
+    tokenizer: Any = model.tokenizer
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            f"{model.name} has no chat template, and so writes no prompts itself: give some with --prompts"
+        )
+    chat = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": MARK}]
+    spelled = tokenizer.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
+    before, found, after = spelled.partition(MARK)
+    tokens = tokenizer.encode(before, add_special_tokens=False)
+    if not found or not tokens:
+        raise UnsupportedModel(f"the chat template of {model.name} has no place before what the user says")
+    special = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+    closing = tokenizer.encode(after, add_special_tokens=False)[:1]
+    if special.issuperset(closing):
+        return Opening(tokens, tuple(closing), (), special)
+    return Opening(tokens, (), (after.strip(),) if after.strip() else (), special)
+
+
+def flaw(written: Completion, start: Opening) -> str | None:
+    """Why this is no message that a user could have sent; None: it is one."""
+    if written.error is not None:
+        return written.error
+    if written.finish_reason != "stop":
+        return "does not end"
+    if not start.special.isdisjoint(written.tokens[:-1]) or "\ufffd" in written.text:
+        return "is not plain text"
+    return None if written.text.strip() else "is empty"

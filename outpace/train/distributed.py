@@ -1,0 +1,98 @@
+"""World: the processes that train together, as torchrun starts them; one alone is a world of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from outpace.train.data.batches import Batch
+from outpace.train.losses import Lost
+from outpace.train.recipes.heads import Recipe
+
+PATIENCE = timedelta(hours=2)  # that the others wait while the first one measures
+
+
+class World:
+    """This process and the others."""
+
+    def __init__(self, rank: int = 0, size: int = 1, local: int = 0):
+        self.rank, self.size, self.local = rank, size, local
+
+    @classmethod
+    def join(cls, device: str = "") -> World:
+        """The world that torchrun describes in the environment, or that of one process."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        on_gpu, local = torch.cuda.is_available() and device != "cpu", int(os.environ.get("LOCAL_RANK", "0"))
+        if on_gpu:
+            torch.cuda.set_device(local)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+        return cls(dist.get_rank(), size, local)
+
+    def leave(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+    @property
+    def first(self) -> bool:
+        """Whether this process measures, writes and shows."""
+        return self.rank == 0
+
+    def device(self, given: str) -> str | None:
+        """Where this process computes: each on a GPU of its own."""
+        shared = self.size > 1 and given in ("", "cuda") and torch.cuda.is_available()
+        return f"cuda:{self.local}" if shared else given or None
+
+    def part(self, batch: Batch) -> tuple[Batch, int]:
+        """The rows of a batch that are ours, and how many of their tokens count: one that gets no row computes some
+        row for nothing, as all must take part."""
+        rows = slice(self.rank, None, self.size)
+        if self.rank < len(batch.tokens):
+            ours = Batch(*(tensor[rows] for tensor in batch))
+            return ours, int(ours.mask.sum())
+        return Batch(*(tensor[:1] for tensor in batch)), 0
+
+    def sum(self, values: Seq[float], device: torch.device) -> list[float]:
+        """Of each of these numbers, over all processes."""
+        if self.size == 1:
+            return list(values)
+        together = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(together)
+        return together.tolist()
+
+    def told(self, value: Any) -> Any:
+        """What the first process has."""
+        if self.size == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held)
+        return held[0]
+
+    def joined(self, module: Trained) -> nn.Module:
+        """The module with gradients that are averaged over all processes."""
+        return module if self.size == 1 else DistributedDataParallel(module)
+
+    def apart(self, module: nn.Module, wanted: bool) -> AbstractContextManager[None]:
+        """Without averaging yet: more batches of the same update follow."""
+        return module.no_sync() if wanted and isinstance(module, DistributedDataParallel) else nullcontext()  # type: ignore[no-any-return]
+
+
+class Trained(nn.Module):
+    """A recipe as the module that torch's own parallel training wraps."""
+
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self.recipe = recipe
+        self.changed = nn.ParameterList(recipe.parameters())
+
+    def forward(self, batch: Batch, step: int, total: int) -> Lost:
+        return self.recipe.loss(batch, step, total)

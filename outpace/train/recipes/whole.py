@@ -1,0 +1,175 @@
+"""Whole models that are trained: early exits in a copy of the target, and a smaller model that learns its law."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outpace import registry
+from outpace.api.load import load, wrap
+from outpace.api.model import Model
+from outpace.cross_tokenizer.by_tokens import Side, translated
+from outpace.drafting.layer_search import Probe, Sample, parse, without
+from outpace.errors import UnsupportedModel, UsageError
+from outpace.models.hf import checkpoint
+from outpace.models.hf.module import decoder_layers, twin
+from outpace.models.hf.torch_compile import quicken
+from outpace.train.data.batches import Batch
+from outpace.train.data.records import Record
+from outpace.train.losses import Laws, Lost, alpha
+from outpace.train.recipes import exits
+from outpace.train.recipes.heads import Served, computing, loss_of
+from outpace.train.settings import Settings
+from outpace.train.target import Target, answered, cooled, module_of
+
+SAMPLES, LONGEST = 8, 256  # texts, and tokens of each, by which layers to leave out are chosen
+
+
+class Whole:
+    """A model of our own that is trained, beside the target, which stays as it is."""
+
+    def __init__(self, settings: Settings, model: Model, trained: PreTrainedModel):
+        """`trained` may share tensors with the target: it is copied."""
+        self.settings, self.model = settings, model
+        self.target, self.measure = Target(model.lm), loss_of(settings)
+        if any(not p.is_floating_point() for p in trained.parameters()):
+            raise UnsupportedModel("a quantised model cannot be trained: load it without `quantize`")
+        self.saved = checkpoint.shortest(trained)
+        own = copy.deepcopy(trained).eval().requires_grad_(True)
+        self.trained: PreTrainedModel = own.to(torch.promote_types(own.dtype, torch.float32))
+        self.computing = computing(self.target.device, self.trained.dtype, settings.bf16)
+        # It runs on the tensors that are trained, so it always serves what they are.
+        self.served = wrap(self.trained, model.tokenizer, name=model.name, eager=True)
+        self.fit = twin(self.trained)
+        decoder, name = decoder_layers(self.fit)
+        quicken(getattr(decoder, name), self.target.device)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.trained.parameters())
+
+    def wanted(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and columns of the places that count, and the target's law there."""  # [places], [places, vocab]
+        rows, at = answered(batch).nonzero(as_tuple=True)
+        return rows, at, cooled(self.target.tell(batch.tokens).logits[rows, at], self.settings.temperature)
+
+    def judge(self, logits: Tensor, target: Tensor) -> Lost:  # [places, vocab]
+        """Models of one family pad their vocabulary to different sizes: what both have is compared."""
+        shared = min(logits.shape[-1], target.shape[-1])
+        draft = cooled(logits, self.settings.temperature)[:, :shared]
+        return self.measure([Laws(draft, target[:, :shared])])
+
+    def save(self, folder: Path, notes: dict[str, Any]) -> None:
+        """A checkpoint like any other; each file appears whole or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            checkpoint.narrowed(self.trained, self.saved).save_pretrained(place)
+            if (tokenizer := self.model.tokenizer) is not None:
+                tokenizer.save_pretrained(place)  # type: ignore[attr-defined]
+            lines = [f"- {name}: {value}" for name, value in notes.items()]
+            about = f"# Trained from {self.model.name} with `outpace train {self.settings.kind}`\n\n"
+            (Path(place) / "README.md").write_text(about + "\n".join(lines) + "\n", encoding="utf-8")
+            for file in Path(place).iterdir():
+                os.replace(file, folder / file.name)
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: p.detach().cpu().clone() for name, p in self.trained.named_parameters()}
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Tensor]) -> None:
+        for name, parameter in self.trained.named_parameters():
+            parameter.copy_(state[name])
+
+
+class LayerSkipRecipe(Whole):
+    """A copy of the target in which layers are dropped and every exit learns the target's law."""
+
+    def __init__(self, settings: Settings, model: Model, records: Seq[Record]):
+        super().__init__(settings, model, module_of(model.lm))
+        self.exits = exits.Exits(self.fit)
+        self.stack = len(self.exits.layers)
+        self.method = registry.method("layerskip", **settings.option)
+        self.exit = settings.option.get("exit") or max(1, self.stack // 4)
+        if not isinstance(self.exit, int) or self.exit >= self.stack or settings.option.get("skip"):
+            raise UsageError(f"layerskip is trained for one exit, a number of layers below {self.stack}")
+
+    def loss(self, batch: Batch, step: int, total: int) -> Lost:
+        rows, at, target = self.wanted(batch)
+        ramp = exits.ramped(step, total) if self.settings.ramp else 1.0
+        chances = exits.chances(self.stack, self.settings.dropout, ramp)
+        dropped = torch.rand(self.stack, len(batch.tokens)) < chances[:, None]  # [layers, batch]
+        loss, said = torch.zeros((), device=target.device), dict[int, Tensor]()
+        with self.computing:
+            left = self.exits.run(batch.tokens, dropped.to(target.device))
+            for layer, weight in self.weights(step, total).items():
+                said[layer] = self.exits.logits(left[layer][rows, at])
+                loss = loss + weight * self.judge(said[layer], target).loss
+            with torch.no_grad():
+                guess = said.get(self.exit - 1)
+                guess = self.exits.logits(left[self.exit - 1][rows, at]) if guess is None else guess
+                agreed = alpha(guess, said[self.stack - 1]).mean()
+        return Lost(loss, agreed[None])
+
+    def weights(self, step: int, total: int) -> dict[int, float]:
+        """How much each exit counts at this step."""
+        given = self.settings
+        if given.curriculum == "single":
+            return {
+                self.exit - 1: given.exit_scale / (1 + given.exit_scale),
+                self.stack - 1: 1 / (1 + given.exit_scale),
+            }
+        if given.curriculum == "rotational":
+            active = exits.rotational(step, self.stack, given.rotation)
+        else:
+            active = exits.gradual(step, self.stack, total)
+        return exits.weights(active, self.stack, given.exit_scale)
+
+    def serve(self) -> Served:
+        self.served.clear_cache()  # what rows hold was computed with other weights
+        return Served(self.served, {"method": self.method})
+
+
+class DraftRecipe(Whole):
+    """A smaller model, or the target without some of its layers, that learns the target's law."""
+
+    def __init__(self, settings: Settings, model: Model, records: Seq[Record]):
+        super().__init__(settings, model, _student(settings, model, records))
+        self.method = registry.method("draft", draft=self.served.lm, **settings.option)
+
+    def loss(self, batch: Batch, step: int, total: int) -> Lost:
+        rows, at, target = self.wanted(batch)
+        with self.computing:
+            logits = self.fit(input_ids=batch.tokens, use_cache=False).logits
+        return self.judge(logits[rows, at], target)
+
+    def serve(self) -> Served:
+        self.served.clear_cache()
+        return Served(self.model, {"method": self.method})
+
+
+def _student(settings: Settings, model: Model, records: Seq[Record]) -> PreTrainedModel:
+    given = [settings.draft, settings.remove, settings.keep]
+    if sum(map(bool, given)) != 1:
+        raise UsageError("say what is trained: a model with draft=, or the target with remove= layers or with keep=")
+    target = module_of(model.lm)
+    if settings.draft:
+        device = target.get_input_embeddings().weight.device
+        student = load(settings.draft, dtype=torch.float32, device=device, eager=True)
+        sides = (Side(m.lm, m.tokenizer, m.name) for m in (model, student))
+        if translated(*sides) is not student.lm:
+            raise UsageError(f"{settings.draft} has another tokenizer than {model.name}, whose law it is to learn")
+        return module_of(student.lm)
+    if settings.keep:
+        return checkpoint.part_of(target, sorted(set(parse(settings.keep))))
+    if settings.remove >= model.lm.stack:
+        raise UsageError(f"remove={settings.remove} leaves no layer: {model.name} has {model.lm.stack}")
+    texts = [Sample(record.tokens[:LONGEST].tolist()) for record in records[:SAMPLES]]
+    gone = Probe(model.lm, texts).block(settings.remove)
+    return checkpoint.part_of(target, without(model.lm.stack, gone))

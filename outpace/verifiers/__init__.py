@@ -1,0 +1,1 @@
+"""Further rules by which drafted tokens are accepted."""

@@ -1,0 +1,68 @@
+"""The rule "contrastive": contrastive search, whose candidates are verified as nodes of a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import ROOT, Tree
+from outpace.core.verifier import Verifier
+from outpace.errors import UsageError
+from outpace.verifiers.lossy import warm_law
+
+if TYPE_CHECKING:
+    from outpace.core.lm import Scores
+
+
+@dataclass(frozen=True)
+class Contrastive(Verifier):
+    """Contrastive search: among the `k` likeliest tokens, the one least like what was said. Changes the rule.
+
+    The choice at a node needs the hidden states of its k candidates, so they must be in the tree: those of the root
+    are added from what the pass before said of it. A node whose candidates are missing ends the walk undecided.
+    """
+
+    needs_trees: ClassVar[bool] = True
+    taps: ClassVar[tuple[int, ...]] = (-1,)
+    alpha: float = 0.6
+    k: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1 or self.k < 1:
+            raise UsageError(f"contrastive search needs 0 <= alpha <= 1 and k >= 1, got {self.alpha} and {self.k}")
+
+    def prepare(self, seq: Sequence, tree: Tree) -> Tree:
+        for token in seq.memory(self, list[int]):
+            tree.add(ROOT, token, source="contrastive")
+        return tree
+
+    def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
+        assert scores.hidden is not None, "contrastive search reads hidden states"
+        start, path = len(seq.tokens), [ROOT]
+        past = [] if seq.hidden is None else [seq.hidden]
+        candidates = seq.memory(self, list[int])
+        while True:
+            node = path[-1]
+            past.append(scores.hidden[node : node + 1])
+            law = warm_law(seq, scores.logits[node])
+            candidates[:] = torch.topk(law, min(self.k, law.numel())).indices.tolist()
+            children = [tree.child(node, token) for token in candidates]
+            if None in children:
+                break
+            child = self._best(law[candidates], torch.cat(past), scores.hidden[children], children)
+            path.append(child)
+            if seq.push(tree.tokens[child], scores.logits, node):
+                break
+        return Step(tree, path, seq.tokens[start:], path[:-1])
+
+    def _best(self, law: Tensor, past: Tensor, candidates: Tensor, children: Seq[int | None]) -> int:
+        past, candidates = (torch.nn.functional.normalize(x.double(), dim=-1) for x in (past, candidates))
+        alike = (candidates @ past.T).max(-1).values  # [k]
+        child = children[int(((1 - self.alpha) * law - self.alpha * alike).argmax())]
+        assert child is not None
+        return child

@@ -1,0 +1,58 @@
+"""Rules of acceptance that change the distribution, for speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import Tree
+from outpace.core.verifier import Verifier, descend
+
+if TYPE_CHECKING:
+    from outpace.core.lm import Scores
+
+
+@dataclass(frozen=True)
+class Typical(Verifier):
+    """Accept a drafted token that is likely enough for the law's entropy (Medusa). Lossy."""
+
+    lossless: ClassVar[bool] = False
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
+        def choose(node: int) -> int:
+            law = warm_law(seq, scores.logits[node])
+            entropy = torch.special.entr(law).sum()
+            floor = min(self.epsilon, self.delta * float(torch.exp(-entropy)))
+            likely = [(float(law[tree.tokens[c]]), tree.tokens[c]) for c in tree.children(node)]
+            prob, token = max(likely, default=(0.0, -1))
+            return token if prob > floor else seq.sampler.choose(scores.logits[node], seq.tokens)
+
+        return descend(seq, tree, scores.logits, choose)
+
+
+@dataclass(frozen=True)
+class Tiered(Verifier):
+    """Take what the method vouches for unasked; the target chooses where it does not (VIA-SD). Lossy."""
+
+    lossless: ClassVar[bool] = False
+
+    def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
+        def choose(node: int) -> int:
+            vouched = next((child for child in tree.children(node) if child in tree.trusted), None)
+            if vouched is not None:
+                return tree.tokens[vouched]
+            return seq.sampler.choose(scores.logits[node], seq.tokens)
+
+        return descend(seq, tree, scores.logits, choose)
+
+
+def warm_law(seq: Sequence, logits: Tensor) -> Tensor:
+    """The law under the sampling settings; under greedy decoding, the law the model itself gives."""
+    shaped = seq.sampler.shape(logits, seq.tokens)
+    return shaped.double().softmax(-1)

@@ -1,0 +1,121 @@
+"""The rule "residual": traversal verification, which keeps the distribution but not the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from outpace.core.sequence import Sequence, Step
+from outpace.core.tree import ROOT, Tree
+from outpace.core.verifier import Verifier
+
+if TYPE_CHECKING:
+    from outpace.core.lm import Scores
+
+
+class Chance(Protocol):
+    """Where the residual rule gets its randomness; tests enumerate every outcome instead."""
+
+    def flip(self, prob: float) -> bool: ...
+
+    def draw(self, weights: Tensor) -> int: ...  # [vocab]
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """Chance from the request's seed, fresh in every pass."""
+
+    seq: Sequence
+    counter: list[int]
+
+    def flip(self, prob: float) -> bool:
+        return self._uniform() < prob
+
+    def draw(self, weights: Tensor) -> int:
+        total = weights.cumsum(-1)
+        index = torch.searchsorted(total, total[-1:] * self._uniform(), right=True)
+        return int(index.clamp(max=weights.numel() - 1))
+
+    def _uniform(self) -> float:
+        self.counter[0] += 1
+        return self.seq.sampler.uniform(self.seq.stats.passes, self.counter[0], 2)
+
+
+@dataclass(frozen=True)
+class Residual(Verifier):
+    """Traversal verification; on a chain it is block verification. Keeps the law, not the seed, and accepts more.
+
+    Children of a node in `tree.probs` must have been drawn from that law, in order, without replacement; others count
+    as certain guesses.
+    """
+
+    shares_noise: ClassVar[bool] = False
+
+    def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
+        def law(node: int) -> Tensor:
+            prefix = seq.tokens + [tree.tokens[n] for n in tree.path(node)[1:]]
+            return seq.sampler.law(scores.logits[node], prefix)
+
+        accepted, next_token = traverse(tree, law, Keyed(seq, [0]))
+        start, path = len(seq.tokens), [ROOT]
+        for child in accepted[1:]:
+            path.append(child)
+            if seq.push(tree.tokens[child], scores.logits, tree.parents[child]):
+                return Step(tree, path, seq.tokens[start:], path)
+        seq.push(next_token, scores.logits, path[-1])
+        return Step(tree, path, seq.tokens[start:], path)
+
+
+def traverse(tree: Tree, law: Callable[[int], Tensor], chance: Chance) -> tuple[list[int], int]:
+    """Accepted path and next token: leaves first, each rejection moving what is left of the law to the rest."""
+    stack = [Visit.of(tree, ROOT, 1.0, law)]
+    while True:
+        visit = stack[-1]
+        child = next(visit.children, None)
+        if child is not None:
+            reach = visit.offer(tree.tokens[child])
+            if reach > 0:  # else it cannot be accepted, and its law need not even exist
+                stack.append(Visit.of(tree, child, reach, law))
+            else:
+                visit.reject(tree.tokens[child])
+        elif chance.flip(visit.reach) or visit.node == ROOT:  # by rounding alone the root could miss
+            return tree.path(visit.node), chance.draw(visit.p)
+        else:
+            stack.pop()
+            stack[-1].reject(tree.tokens[visit.node])
+
+
+@dataclass
+class Visit:
+    """A node that is being looked at: its chance of acceptance, and what is left of the two laws at it."""
+
+    node: int
+    reach: float
+    children: Iterator[int]
+    p: Tensor  # [vocab]
+    q: Tensor | None  # [vocab]; None when its children are certain guesses
+
+    @classmethod
+    def of(cls, tree: Tree, node: int, reach: float, law: Callable[[int], Tensor]) -> Visit:
+        p, q = law(node), tree.probs.get(node)
+        return cls(node, reach, iter(tree.children(node)), p, None if q is None else q.to(p))
+
+    def offer(self, token: int) -> float:
+        """The chance that the child with this token is accepted, if nothing below it is."""
+        guess = 1.0 if self.q is None else max(float(self.q[token]), 1e-300)
+        return min(1.0, self.reach * float(self.p[token]) / guess)
+
+    def reject(self, token: int) -> None:
+        at = torch.tensor(token, device=self.p.device)
+        guess = torch.zeros_like(self.p).index_fill_(0, at, 1.0) if self.q is None else self.q
+        rest = (self.reach * self.p - guess).clamp(min=0)
+        mass = float(rest.sum())
+        self.reach = mass / (mass + (1 - self.reach)) if mass + (1 - self.reach) > 0 else 1.0
+        self.p = rest / mass if mass > 0 else self.p  # no mass is left by rounding only: keep the law
+        if self.q is not None:
+            left = self.q.index_fill(0, at, 0.0)
+            self.q = left / left.sum().clamp(min=1e-300)

@@ -1,0 +1,182 @@
+"""Law: are sampled tokens distributed as the model and the sampling settings say?
+
+Many short answers to one prompt, each with a seed of its own, give counts of the next token after the prompt and after
+each frequent beginning of an answer. The expected law comes from the model by itself and from Transformers' own
+filters, so it shares no code with what it tests. Pearson's chi-squared compares the two; rare tokens share a bin. The
+null is composite: a law that is off by no more than the model's own rounding. Holm's rule corrects for many tests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.errors import OutpaceError
+from outpace.sampling.settings import Sampling
+from outpace.verify.expected import expected_law
+from outpace.verify.judge import SAFETY, rounding_of
+from outpace.verify.plan import Plan, Subject
+from outpace.verify.records import Check
+
+DEPTH = 3  # tokens of each short answer: the later ones are reached by accepted guesses
+LEAST = 50  # draws after one beginning that are worth a test
+EXPECTED = 5.0  # draws that a bin should hold, by the usual rule
+POWER = 0.9
+
+Following = dict[tuple[Any, ...], Counter[Any]]  # what came next, by what came before
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was drawn after one text, and the law it should follow."""
+
+    prompt: int
+    prefix: list[int]
+    drawn: Counter[int]
+    law: Tensor  # [vocab], float64, in higher precision
+    native: Tensor  # [vocab], in the model's own
+    impossible: int  # draws of tokens that the law excludes, rounding granted
+
+    @property
+    def size(self) -> int:
+        return self.drawn.total()
+
+
+@dataclass(frozen=True)
+class Test:
+    """Pearson's test of one text."""
+
+    __test__ = False  # not a test of pytest's
+
+    prompt: int
+    prefix: list[int]
+    draws: int
+    bins: int
+    chi2: float
+    p: float
+    effect: float  # the smallest deviation (Cohen's w) that is found with a chance of 90 %
+
+
+def sampled_law(plan: Plan, subject: Subject) -> Check:
+    """Chi-squared tests of the counts, corrected for their number."""
+    name = "sampled law"
+    found = [counts for index in range(min(plan.contexts, len(plan.prompts))) for counts in draw(plan, subject, index)]
+    tests = [chi_squared(counts, plan.alpha / len(found)) for counts in found]
+    wrong = holm([test.p for test in tests], plan.alpha)
+    impossible = sum(counts.impossible for counts in found)
+    draws = sum(test.draws for test in tests)
+    effects = [test.effect for test in tests if test.bins > 1]
+    least = min((test.p for test in tests), default=1.0)
+    summary = (
+        f"{draws} draws after {len(tests)} texts: least p {least:.2g} (Holm, alpha {plan.alpha:g}), "
+        f"{impossible} impossible; {finds(effects)}"
+    )
+    figures: dict[str, Any] = {
+        "draws": draws, "tests": len(tests), "rejected": wrong, "impossible": impossible, "alpha": plan.alpha,
+        "power": POWER, "effects": effects, "p": [test.p for test in tests], "each": [vars(test) for test in tests],
+    }  # fmt: skip
+    return Check(subject.name, name, "fail" if wrong or impossible else "pass", summary, figures=figures)
+
+
+def finds(effects: list[float]) -> str:
+    """What the tests would have found, in words: the smallest deviation of the best test and of the worst."""
+    if not effects:
+        return "nothing was left to chance"
+    return f"finds w >= {min(effects):.2f} (after the rarest text {max(effects):.2f}) with power {POWER:.0%}"
+
+
+def draw(plan: Plan, subject: Subject, index: int) -> list[Counts]:
+    """Counts of the next token after a prompt and after each frequent beginning of its answers."""
+    prompt = plan.prompts[index]
+    requests = [
+        plan.request(subject, prompt, **vars(replace(plan.sampling, seed=plan.sampling.seed + i)), ignore_eos=True)
+        for i in range(plan.samples)
+    ]
+    short = [replace(request, max_tokens=DEPTH) for request in requests]
+    done = plan.model.generate(short)
+    failed = next((completion.error for completion in done if completion.error is not None), None)
+    if failed is not None:
+        raise OutpaceError(f"{subject.name} failed while it was sampled: {failed}")
+    found = following([completion.tokens for completion in done])
+    frequent = {prefix: drawn for prefix, drawn in found.items() if drawn.total() >= LEAST}
+    return [_counts(plan, index, list(prefix), drawn) for prefix, drawn in frequent.items()]
+
+
+def following(texts: list[list[Any]]) -> Following:
+    """What came next after each beginning of these texts, counted."""
+    out: Following = {}
+    for text in texts:
+        for depth, unit in enumerate(text):
+            out.setdefault(tuple(text[:depth]), Counter())[unit] += 1
+    return out
+
+
+def _counts(plan: Plan, index: int, prefix: list[int], drawn: Counter[int]) -> Counts:
+    text, start = plan.prompts[index] + prefix, len(plan.prompts[index])
+    reference = plan.judge.reference
+    precise, native = reference.precise(text, 1), reference.native(text, 1)
+    law = expected_law(precise[0], text, start, plan.sampling)
+    rounding = rounding_of(native, precise)
+    impossible = sum(
+        count
+        for token, count in drawn.items()
+        if law[token] == 0 and not _could_be(precise[0], token, rounding, plan.sampling, text, start)
+    )
+    return Counts(index, prefix, drawn, law, expected_law(native[0], text, start, plan.sampling), impossible)
+
+
+def _could_be(logits: Tensor, token: int, rounding: float, sampling: Sampling, text: list[int], start: int) -> bool:
+    """Whether rounding alone can bring the token into the law."""
+    moved = logits - rounding
+    moved[token] += 2 * rounding
+    return bool(expected_law(moved, text, start, sampling)[token] > 0)
+
+
+def chi_squared(counts: Counts, alpha: float) -> Test:
+    """Pearson's test against every law that the model's own rounding could have made of the expected one."""
+    from scipy.optimize import brentq
+    from scipy.stats import ncx2
+
+    size, bins = counts.size, _bins(counts)
+    if len(bins) < 2:  # the law is as good as certain
+        return Test(counts.prompt, counts.prefix, size, len(bins), 0.0, 1.0, float("inf"))
+    chi2 = sum((b.drawn - size * b.law) ** 2 / (size * b.law) for b in bins)
+    slack = size * sum((SAFETY * (b.native - b.law)) ** 2 / b.law for b in bins)
+    freedom = len(bins) - 1
+    p = float(ncx2.sf(chi2, freedom, slack))
+    critical = float(ncx2.isf(alpha, freedom, slack))
+    effect = brentq(lambda w: ncx2.sf(critical, freedom, size * w * w) - POWER, 1e-6, 1e3)
+    return Test(counts.prompt, counts.prefix, size, len(bins), float(chi2), p, float(effect))
+
+
+@dataclass(frozen=True)
+class Bin:
+    """One token, or all rare ones together: draws, and the probability by either precision."""
+
+    drawn: int
+    law: float
+    native: float
+
+
+def _bins(counts: Counts) -> list[Bin]:
+    common = torch.nonzero(counts.law * counts.size >= EXPECTED).flatten().tolist()
+    bins = [Bin(counts.drawn[t], float(counts.law[t]), float(counts.native[t])) for t in common]
+    rest = Bin(counts.size - sum(b.drawn for b in bins), 1 - sum(b.law for b in bins), 1 - sum(b.native for b in bins))
+    if rest.law * counts.size >= EXPECTED or not bins:
+        return [*bins, rest]
+    # Too little for a bin of its own: it joins the smallest.
+    bins.sort(key=lambda b: -b.law)
+    last = bins.pop()
+    return [*bins, Bin(last.drawn + rest.drawn, last.law + rest.law, last.native + rest.native)]
+
+
+def holm(p: list[float], alpha: float) -> int:
+    """How many of the nulls are rejected, with a chance of at most `alpha` that any of them was true."""
+    for i, value in enumerate(sorted(p)):
+        if value > alpha / (len(p) - i):
+            return i
+    return len(p)

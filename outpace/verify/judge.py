@@ -1,0 +1,108 @@
+"""Judge: is each token of an answer the one that the model itself chooses there, or as good as that?
+
+The model runs over the finished answer in one plain pass, in higher precision, without our loop, attention or cache. A
+token that it would not choose is a tie when moving every logit by the model's own rounding makes it the choice, and a
+bug otherwise. So every token is judged, also those after a tie, where two texts go different ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outpace.core.lm import Reference
+from outpace.core.sequence import first_difference
+from outpace.sampling.sampler import Sampler
+from outpace.verify.records import Divergence
+
+NEAR = 16  # tokens that could be chosen: the rounding of their logits counts
+SAFETY = 2.0  # passes of other shapes round differently from the one that was measured
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer, and how its tokens were chosen."""
+
+    prompt: list[int]
+    tokens: list[int]
+    sampler: Sampler
+
+
+@dataclass
+class Judge:
+    """Judges answers of one model; an answer that many methods gave is judged once."""
+
+    reference: Reference
+    _known: dict[tuple[object, ...], list[Divergence]] = field(default_factory=dict)
+
+    def answer(self, answer: Answer, index: int = 0) -> list[Divergence]:
+        """Tokens that the model itself would not have chosen."""
+        key = (index, tuple(answer.prompt), tuple(answer.tokens), repr(answer.sampler.sampling), answer.sampler.seed)
+        if key not in self._known:
+            self._known[key] = self._judge(answer, index)
+        return self._known[key]
+
+    def _judge(self, answer: Answer, index: int) -> list[Divergence]:
+        text, count = answer.prompt + answer.tokens, len(answer.tokens)
+        if not count:
+            return []
+        precise = self.reference.precise(text[:-1], count)  # [count, vocab]
+        rounding = rounding_of(self.reference.native(text[:-1], count), precise)
+        found = []
+        for i, token in enumerate(answer.tokens):
+            prefix = text[: len(answer.prompt) + i]
+            difference = compare(precise[i], token, rounding, answer.sampler, prefix)
+            if difference is not None:
+                found.append(Divergence(index, i, difference.choice, token, difference.gap, rounding, difference.tie))
+        return found
+
+    def between(self, expected: Answer, got: Seq[int], index: int = 0) -> Divergence | None:
+        """The first place at which `got` leaves the expected answer, told apart as a tie or a bug."""
+        at = first_difference(expected.tokens, got)
+        if at is None:
+            return None
+        wanted, other = _token(expected.tokens, at), _token(got, at)
+        if wanted < 0 or other < 0:  # one of them ended: no rounding does that
+            return Divergence(index, at, wanted, other, None, None, explained=False)
+        prefix = expected.prompt + expected.tokens[:at]
+        precise = self.reference.precise(prefix, at + 1)  # [at + 1, vocab]
+        rounding = rounding_of(self.reference.native(prefix, at + 1), precise)
+        scores = expected.sampler.noised(expected.sampler.shape(precise[-1], prefix), len(prefix))
+        differences = [compare(precise[-1], token, rounding, expected.sampler, prefix) for token in (wanted, other)]
+        gap = float(scores[wanted] - scores[other])
+        return Divergence(index, at, wanted, other, gap, rounding, all(d is None or d.tie for d in differences))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The model chooses another token; `tie` when rounding explains that."""
+
+    choice: int
+    gap: float
+    tie: bool
+
+
+def compare(logits: Tensor, token: int, rounding: float, sampler: Sampler, prefix: list[int]) -> Difference | None:
+    """None when the model chooses `token` after `prefix`."""  # [vocab]
+    scores = sampler.noised(sampler.shape(logits, prefix), len(prefix))
+    choice = int(scores.argmax())
+    if choice == token:
+        return None
+    moved = logits - rounding
+    moved[token] += 2 * rounding
+    return Difference(choice, float(scores[choice] - scores[token]), sampler.choose(moved, prefix) == token)
+
+
+def rounding_of(native: Tensor, precise: Tensor) -> float:
+    """How far the model's own arithmetic moves the logits of tokens that could be chosen."""  # [count, vocab]
+    near = precise.topk(min(NEAR, precise.shape[-1])).indices
+    measured = (native.to(precise).gather(-1, near) - precise.gather(-1, near)).abs().max()
+    least = torch.finfo(native.dtype).eps * precise.abs().max()  # of the logits themselves
+    return SAFETY * float(torch.maximum(measured, least))
+
+
+def _token(tokens: Seq[int], at: int) -> int:
+    return tokens[at] if at < len(tokens) else -1

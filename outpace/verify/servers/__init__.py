@@ -1,0 +1,1 @@
+"""The same proof for servers that speak OpenAI's protocol."""

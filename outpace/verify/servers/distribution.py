@@ -1,0 +1,228 @@
+"""Law: are a server's sampled tokens distributed as they are without speculation, and as the local model says?
+
+Many short answers to one prompt give counts of the next token after the prompt and after each frequent beginning.
+Without speculation the law is not known, only other draws: a chi-squared test of homogeneity compares the two. With a
+local model the law is known, and the tests are those of `outpace.verify.distribution`. Where a server shows no tokens,
+characters stand for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from outpace.sampling.settings import Sampling
+from outpace.verify.distribution import (
+    DEPTH,
+    EXPECTED,
+    LEAST,
+    POWER,
+    Counts,
+    Following,
+    Test,
+    chi_squared,
+    finds,
+    following,
+    holm,
+)
+from outpace.verify.expected import expected_law
+from outpace.verify.judge import rounding_of
+from outpace.verify.records import Check
+from outpace.verify.servers.answers import Answers
+from outpace.verify.servers.client import Server, sampling_fields
+from outpace.verify.servers.compare import END, MOST
+from outpace.verify.servers.local import Local
+from outpace.verify.servers.reply import Reply
+
+COIN = math.log(0.5)
+
+
+@dataclass(frozen=True)
+class Both:
+    """What came after one text with speculation, and without."""
+
+    prompt: int
+    prefix: list[Any]
+    on: Counter[Any]
+    off: Counter[Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One test, of either kind."""
+
+    against: str  # "off" or "reference"
+    prompt: int
+    prefix: list[Any]
+    draws: int
+    bins: int
+    chi2: float
+    p: float
+    effect: float  # the smallest deviation (Cohen's w) that is found with a chance of 90 %
+
+
+def sampled_law(answers: Answers, local: Local | None) -> Check:
+    """Tests of every text that was continued often enough, corrected for their number."""
+    plan, both, counts = answers.plan, list[Both](), list[Counts]()
+    unread = 0
+    for index in contexts(answers):
+        drawn = draw(answers, answers.on, index)
+        if answers.off is not None:
+            both += compared(index, drawn, draw(answers, answers.off, index))
+        if local is not None:
+            readable = [reply for reply in drawn if local.tokens(reply)[1] != "text"]
+            unread += len(drawn) - len(readable)
+            prompt = local.prompt(plan.prompts[index], drawn[0])
+            law = Expected(local, plan.sampling, prompt, local.rounding)
+            counts += law.counts(index, readable)
+    each = plan.alpha / max(1, len(both) + len(counts))
+    found = [homogeneity(pair, each, answers.drift or 0.0) for pair in both]
+    found += [_found(chi_squared(count, each)) for count in counts]
+    if not found:
+        return Check(answers.subject, "sampled law", "skip", "the server does not show the tokens of its samples")
+    return _check(answers, found, sum(count.impossible for count in counts), unread)
+
+
+def _check(answers: Answers, found: list[Found], impossible: int, unread: int) -> Check:
+    plan, wrong = answers.plan, holm([test.p for test in found], answers.plan.alpha)
+    draws, least = sum(test.draws for test in found), min(test.p for test in found)
+    effects = [test.effect for test in found if test.bins > 1]
+    summary = (
+        f"{draws} draws after {len(found)} texts, {plan.samples} answers per prompt: least p {least:.2g} (Holm, alpha "
+        f"{plan.alpha:g}), {impossible} impossible; {finds(effects)}"
+    )
+    if unread:
+        summary += f"; {unread} answers whose tokens could not be read were left out"
+    figures: dict[str, Any] = {
+        "draws": draws, "tests": len(found), "rejected": wrong, "impossible": impossible, "alpha": plan.alpha,
+        "power": POWER, "effects": effects, "p": [test.p for test in found], "each": [vars(test) for test in found],
+    }  # fmt: skip
+    name, bad = "sampled law", bool(wrong or impossible)
+    return Check(answers.subject, name, "fail" if bad else "pass", summary, figures=figures)
+
+
+def contexts(answers: Answers) -> list[int]:
+    """Prompts whose first token is as uncertain as a coin, where the server shows that; else the first ones.
+
+    Then several tokens are drawn, and each often enough to test what follows it, which speculation may have guessed.
+    """
+    logprobs = [(reply.logprobs or [None])[0] or 0.0 for reply in answers.first]
+    return sorted(range(len(logprobs)), key=lambda index: abs(logprobs[index] - COIN))[: answers.plan.contexts]
+
+
+def draw(answers: Answers, server: Server, index: int) -> list[Reply]:
+    """Short answers, each with a seed of its own: speculation acts from the second token on."""
+    plan = answers.plan
+    fields = sampling_fields(plan.sampling) | {"max_tokens": DEPTH}
+    asked = [(plan.prompts[index], fields | {"seed": plan.sampling.seed + 1 + i}) for i in range(plan.samples)]
+    return server.many(asked, plan.concurrency)
+
+
+def compared(index: int, on: list[Reply], off: list[Reply]) -> list[Both]:
+    """What came next on both sides, wherever both have drawn often enough."""
+    by_tokens = all(reply.tokens is not None for reply in [*on, *off] if reply.text)
+    first, second = (following([_units(reply, by_tokens) for reply in replies]) for replies in (on, off))
+    often = [prefix for prefix, drawn in first.items() if min(drawn.total(), _total(second, prefix)) >= LEAST]
+    return [Both(index, list(prefix), first[prefix], second[prefix]) for prefix in often]
+
+
+def _units(reply: Reply, by_tokens: bool) -> list[str]:
+    units = [token.text for token in reply.tokens or []] if by_tokens else list(reply.text)
+    return [*units, END] if reply.finish_reason == "stop" else units
+
+
+def _total(found: Following, prefix: tuple[Any, ...]) -> int:
+    return found[prefix].total() if prefix in found else 0
+
+
+def homogeneity(both: Both, alpha: float, drift: float) -> Found:
+    """Pearson's test that two samples have one law, or two that are as near as the server's own rounding."""
+    from scipy.optimize import brentq
+    from scipy.stats import ncx2
+
+    sizes = (both.on.total(), both.off.total())
+    bins = _bins(both, sizes)
+    about = ("off", both.prompt, both.prefix, sum(sizes), len(bins))
+    if len(bins) < 2:
+        return Found(*about, 0.0, 1.0, float("inf"))
+    cells = [(n, size * sum(pair) / sum(sizes)) for pair in bins for n, size in zip(pair, sizes, strict=True)]
+    chi2 = sum((n - mean) ** 2 / mean for n, mean in cells)
+    weight, freedom = sizes[0] * sizes[1] / sum(sizes), len(bins) - 1
+    slack = weight * min(drift, MOST) ** 2  # a logprob that moves by d moves its probability by the share d
+    critical = float(ncx2.isf(alpha, freedom, slack))
+    effect = brentq(lambda w: ncx2.sf(critical, freedom, weight * w * w) - POWER, 1e-6, 1e3)
+    return Found(*about, float(chi2), float(ncx2.sf(chi2, freedom, slack)), float(effect))
+
+
+def _bins(both: Both, sizes: tuple[int, int]) -> list[tuple[int, int]]:
+    """Draws of each token on either side; rare tokens share a bin."""
+    share = min(sizes) / sum(sizes)
+    counts = sorted(((both.on[unit], both.off[unit]) for unit in both.on | both.off), key=sum, reverse=True)
+    common = [pair for pair in counts if sum(pair) * share >= EXPECTED]
+    rest = _sum(counts[len(common) :])
+    if sum(rest) * share >= EXPECTED or not common:
+        return [*common, rest]
+    return [*common[:-1], _sum([common[-1], rest])]
+
+
+def _sum(pairs: Seq[tuple[int, int]]) -> tuple[int, int]:
+    return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The law by the local model, after one prompt."""
+
+    local: Local
+    sampling: Sampling
+    prompt: list[int]
+    rounding: float  # of the server's logits, seen from here
+
+    def counts(self, index: int, replies: list[Reply]) -> list[Counts]:
+        """What came next, wherever that is often enough, and its law."""
+        found = following([self._read(reply) for reply in replies])
+        often = {prefix: drawn for prefix, drawn in found.items() if drawn.total() >= LEAST}
+        return [self._counts(index, list(prefix), drawn) for prefix, drawn in often.items()]
+
+    @property
+    def _stops(self) -> list[int]:
+        return sorted(self.local.model.stop_tokens)
+
+    def _read(self, reply: Reply) -> list[int]:
+        """Its tokens, and the first stop token for whichever ended it: a server does not say which one."""
+        stops = self._stops
+        tokens = [stops[0] if token in stops else token for token in self.local.tokens(reply)[0]]
+        ended = reply.finish_reason == "stop" and stops and tokens[-1:] != stops[:1]
+        return [*tokens, stops[0]] if ended else tokens
+
+    def _counts(self, index: int, prefix: list[int], drawn: Counter[int]) -> Counts:
+        reference, text = self.local.judge.reference, self.prompt + prefix
+        precise, native = reference.precise(text, 1), reference.native(text, 1)
+        law = self._law(precise[0], text)
+        rounding = max(rounding_of(native, precise), self.rounding)
+        strange = {token: count for token, count in drawn.items() if law[token] == 0}
+        impossible = sum(n for token, n in strange.items() if not self._could_be(precise[0], token, rounding, text))
+        return Counts(index, prefix, drawn, law, self._law(native[0], text), impossible)
+
+    def _could_be(self, logits: Tensor, token: int, rounding: float, text: list[int]) -> bool:
+        """Whether rounding alone can bring the token into the law."""
+        moved = logits - rounding
+        moved[token] += 2 * rounding
+        return bool(self._law(moved, text)[token] > 0)
+
+    def _law(self, logits: Tensor, text: list[int]) -> Tensor:
+        law = expected_law(logits, text, len(self.prompt), self.sampling)  # [vocab]
+        if self._stops:
+            mass = law[self._stops].sum()
+            law[self._stops] = 0.0
+            law[self._stops[0]] = mass
+        return law
+
+
+def _found(test: Test) -> Found:
+    return Found("reference", test.prompt, test.prefix, test.draws, test.bins, test.chi2, test.p, test.effect)

@@ -1,0 +1,129 @@
+"""Local: a model of our own that judges what a server answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from outpace.api.model import Model
+from outpace.errors import UsageError
+from outpace.sampling.sampler import Sampler
+from outpace.sampling.settings import Sampling
+from outpace.text import Tokenizer, encode
+from outpace.verify.judge import Answer, Judge
+from outpace.verify.records import Check, Divergence, verdict_of
+from outpace.verify.servers.answers import Answers
+from outpace.verify.servers.compare import NEAR, rounding_of
+from outpace.verify.servers.reply import Reply
+
+How = Literal["ids", "token texts", "text"]
+GREEDY = Sampler(Sampling())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An answer in the local model's tokens, and how they were found."""
+
+    prompt: list[int]
+    tokens: list[int]
+    how: How
+
+
+class Local:
+    """Reads and judges the answers of one server."""
+
+    def __init__(self, model: Model, answers: Answers):
+        if model.tokenizer is None:
+            raise UsageError("the reference needs a tokenizer to read a server's answers")
+        self.model, self.answers = model, answers
+        self.tokenizer: Tokenizer = model.tokenizer
+        self.judge = Judge(model.lm.reference())
+
+    def read(self, prompt: str, reply: Reply) -> Reading:
+        return Reading(self.prompt(prompt, reply), *self.tokens(reply))
+
+    def tokens(self, reply: Reply) -> tuple[list[int], How]:
+        """Ids as the server gives them, else tokens by their texts, else those of the whole text encoded again."""
+        if reply.ids is not None:
+            return reply.ids, "ids"
+        if reply.tokens is not None:
+            ids = [self._ids.get(token.text, -1) for token in reply.tokens]
+            if all(token >= 0 for token in ids):
+                return ids, "token texts"
+        return self.tokenizer.encode(reply.text, add_special_tokens=False), "text"
+
+    def prompt(self, prompt: str, reply: Reply) -> list[int]:
+        """The prompt's tokens, as the server says or else as it should have read it."""
+        asked = [{"role": "user", "content": prompt}] if reply.chat else prompt
+        return reply.prompt_ids or encode(asked, self.tokenizer, self.model.lm.vocab)
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        """Tokens by their texts; -1 where several share one."""
+        out: dict[str, int] = {}
+        for token in range(min(len(self.tokenizer), self.model.lm.vocab)):
+            text = self.tokenizer.decode([token])
+            out[text] = -1 if text in out else token
+        return out
+
+    def with_end(self, reading: Reading, reply: Reply) -> Reading:
+        """With the stop token that ended the answer, which most servers do not show."""
+        stops = sorted(self.model.stop_tokens)
+        if reply.finish_reason != "stop" or not stops or (reading.tokens and reading.tokens[-1] in stops):
+            return reading
+        logits = self.judge.reference.native(reading.prompt + reading.tokens, 1)[0]
+        return replace(reading, tokens=[*reading.tokens, stops[int(logits[stops].argmax())]])
+
+    def logprobs(self, reading: Reading, reply: Reply) -> list[tuple[float, float]]:
+        """Of the chosen tokens: ours, and the server's."""
+        shown = reply.logprobs
+        if not any(shown) or reading.how == "text":
+            return []
+        text = (reading.prompt + reading.tokens)[:-1]
+        ours = self.judge.reference.precise(text, len(reading.tokens)).log_softmax(-1)  # [tokens, vocab]
+        asked = zip(ours, reading.tokens, shown, strict=True)
+        return [(float(row[token]), theirs) for row, token, theirs in asked if theirs is not None]
+
+    def wrong(self, reading: Reading, index: int, sampler: Sampler) -> list[Divergence]:
+        """Tokens that the model itself would not choose; the server's rounding counts where it is the larger one."""
+        found = self.judge.answer(Answer(reading.prompt, reading.tokens, sampler), index)
+        return [self._weighed(divergence) for divergence in found]
+
+    def _weighed(self, divergence: Divergence) -> Divergence:
+        theirs = self.rounding
+        tie = divergence.explained or (divergence.gap is not None and divergence.gap <= 2 * theirs)
+        texts = (self.tokenizer.decode([divergence.expected]), self.tokenizer.decode([divergence.got]))
+        rounding = max(divergence.rounding or 0.0, theirs)
+        return replace(divergence, rounding=rounding, explained=tie, texts=texts)
+
+    @cached_property
+    def rounding(self) -> float:
+        """How far the server's logprobs of likely tokens are from ours: its rounding, and ours."""
+        near = (abs(a - b) for a, b in self.compared if max(a, b) > NEAR)
+        return rounding_of(max(near, default=None)) or 0.0
+
+    @cached_property
+    def compared(self) -> list[tuple[float, float]]:
+        """Logprobs of all greedy answers: ours, and the server's."""
+        asked = zip(self.answers.plan.prompts, self.answers.first, strict=True)
+        return [pair for prompt, reply in asked for pair in self.logprobs(self.read(prompt, reply), reply)]
+
+
+def every_token(local: Local) -> Check:
+    """Every token of the greedy answers is the local model's own choice, in higher precision."""
+    answers = local.answers
+    found, tokens, ways = list[Divergence](), 0, set[How]()
+    for index, (prompt, reply) in enumerate(zip(answers.plan.prompts, answers.first, strict=True)):
+        reading = local.with_end(local.read(prompt, reply), reply)
+        ways.add(reading.how)
+        tokens += len(reading.tokens)
+        found += local.wrong(reading, index, GREEDY)
+    bugs = sum(not d.explained for d in found)
+    summary = f"{tokens} tokens judged in higher precision: {len(found) - bugs} ties, {bugs} wrong"
+    if "text" in ways:
+        summary += "; the server shows no tokens, so its texts were encoded again, which may not give the same ones"
+    elif "token texts" in ways:
+        summary += "; tokens found by their texts"
+    figures = {"tokens": tokens, "ties": len(found) - bugs, "wrong": bugs, "tokens_from": sorted(ways)}
+    return Check(answers.subject, "every token", verdict_of(found), summary, found, figures)

@@ -1,0 +1,150 @@
+"""Checks of answers: repeatable, equal without speculation and when sent at once, logprobs, and seeds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from outpace.verify.records import Check, Divergence
+from outpace.verify.servers.answers import Answers
+from outpace.verify.servers.client import Server, sampling_fields
+from outpace.verify.servers.compare import Pair, between, common_logprobs, equality, lag, rounding_of
+from outpace.verify.servers.local import Local
+from outpace.verify.servers.reply import Reply
+
+MEAN, LARGEST = 0.05, 0.5  # differences of logprobs that 16-bit arithmetic explains
+
+
+def repeatable(answers: Answers) -> Check:
+    """The same greedy request twice gives the same answer, on either server."""
+    both = [answers.repeats, answers.plain_repeats]
+    found = [d for repeats in both for d in _divergences(repeats, answers.drift)]
+    note = f"; logprobs move by up to {answers.drift:.2g} between runs" if answers.drift is not None else ""
+    if any(not d.explained for d in found):
+        note += "; the server is not deterministic, so later checks leave out the prompts that it answers differently"
+    check = equality(answers.subject, "repeatable", found, sum(map(len, both)), note)
+    return replace(check, figures=check.figures | {"drift": answers.drift})
+
+
+def greedy_equals_off(answers: Answers) -> Check:
+    """Greedy answers equal those without speculation."""
+    check = _equal(answers, "greedy = off", answers.pairs, answers.unstable(answers.plain_repeats))
+    on, off = _accepted(answers.first), _accepted(answers.plain)
+    if off:
+        summary = f"nothing was compared: told not to speculate, the server still accepted {off} guesses"
+        return replace(check, verdict="fail", summary=summary, figures=check.figures | {"accepted_off": off})
+    if on is None:
+        return check
+    summary = f"{check.summary}; {on} tokens were accepted guesses"
+    return replace(check, summary=summary, figures=check.figures | {"accepted": on})
+
+
+def concurrent_equals_alone(answers: Answers) -> Check:
+    """Greedy prompts that are sent at once get the answers that they get alone."""
+    plan, unstable = answers.plan, answers.unstable(answers.repeats)
+    rounds = -(-max(plan.concurrency, len(plan.prompts)) // len(plan.prompts))  # enough to fill every lane
+    asked = [(prompt, answers.greedy) for prompt in plan.prompts * rounds]
+    together = answers.on.many(asked, plan.concurrency)
+    pairs = list(zip(answers.first * rounds, together, strict=True))
+    lost = {i for i in range(len(pairs)) if i % len(plan.prompts) in unstable}
+    check = _equal(answers, "concurrent = alone", pairs, lost)
+    found = [replace(d, prompt=d.prompt % len(plan.prompts)) for d in check.divergences]
+    return replace(check, divergences=found, figures=check.figures | {"concurrency": plan.concurrency})
+
+
+def logprobs(answers: Answers, local: Local | None) -> Check:
+    """Logprobs say something, greedy tokens are the likeliest by them, and they agree with those of the reference."""
+    name, subject = "logprobs", answers.subject
+    shown = [token for reply in answers.first for token in reply.tokens or [] if token.logprob is not None]
+    if not shown:
+        return Check(subject, name, "skip", "the server shows no logprobs")
+    blank = sum(token.blank for token in shown)
+    if blank == len(shown):
+        return Check(subject, name, "fail", "every reported logprob is 0.0")
+    behind = [lag(token, [token.text]) for token in shown if not token.blank]
+    allowed = 2 * (rounding_of(answers.drift) or 0.0)
+    worse = sum(gap > allowed for gap in behind)
+    said = [f"{worse} of {len(behind)} greedy tokens are not the likeliest" if worse else "greedy tokens are likeliest"]
+    # A token that is certain has 0.0 too, but then the others beside it are shown.
+    hollow = blank if any(token.top for token in shown) else 0
+    if hollow:
+        said.append(f"{hollow} of {len(shown)} logprobs were not filled in (0.0, and no other token beside it)")
+    good = not worse and not hollow
+    figures: dict[str, Any] = {"tokens": len(shown), "not_likeliest": worse, "not_filled_in": hollow}
+    references: dict[str, list[tuple[float, float]]] = {}
+    if answers.off is not None:
+        references["off"] = [pair for both in answers.pairs for pair in common_logprobs(both, chosen=True)]
+    if local is not None:
+        references["reference"] = local.compared
+    for reference, pairs in references.items():
+        agreed, summary, measured = agreement(pairs)
+        good &= agreed
+        said.append(f"next to {reference}: {summary}")
+        figures[reference] = measured
+    return Check(subject, name, "pass" if good else "fail", "; ".join(said), figures=figures)
+
+
+def agreement(pairs: list[tuple[float, float]]) -> tuple[bool, str, dict[str, float]]:
+    """Whether logprobs of the same tokens agree as far as 16-bit arithmetic lets them, in words and in figures."""
+    if not pairs:
+        return True, "nothing to compare", {}
+    differences = [abs(a - b) for a, b in pairs]
+    mean, largest = sum(differences) / len(differences), max(differences)
+    summary = f"{len(differences)} differ by {mean:.2g} on average and {largest:.2g} at most"
+    good = mean <= MEAN and largest <= LARGEST
+    if not good:
+        summary += f", where 16-bit arithmetic explains {MEAN:g} and {LARGEST:g}"
+    return good, summary, {"compared": len(differences), "mean": mean, "largest": largest}
+
+
+def same_seed(answers: Answers) -> Check:
+    """The same seed gives the same text again. That it is the text without speculation is more than must be."""
+    name, subject, count = "same seed", answers.subject, len(answers.plan.prompts)
+    on = _seeded(answers, answers.on)
+    kept = _kept(on, _seeded(answers, answers.on))
+    figures = {"answers": count, "kept": kept}
+    summary = f"{kept} of {count} sampled answers come again with their seed"
+    off_keeps = True
+    if answers.off is not None:
+        off = _seeded(answers, answers.off)
+        off_kept, shared = _kept(off, _seeded(answers, answers.off)), _kept(on, off)
+        off_keeps = off_kept == count
+        figures |= {"kept_off": off_kept, "same_as_off": shared}
+        summary += f"; {shared} are those without speculation, which only some servers promise"
+    if kept == count:
+        return Check(subject, name, "pass", summary, figures=figures)
+    if not off_keeps:
+        return Check(subject, name, "skip", summary + "; nor does it keep seeds without speculation", figures=figures)
+    if kept and answers.drift:
+        return Check(subject, name, "tie", summary + "; its rounding, which varies, can move a draw", figures=figures)
+    return Check(subject, name, "fail", summary, figures=figures)
+
+
+def _accepted(replies: list[Reply]) -> int | None:
+    """Guesses of speculation that came true; None where the server does not say."""
+    said = [reply.accepted for reply in replies if reply.accepted is not None]
+    return sum(said) if said else None
+
+
+def _seeded(answers: Answers, server: Server) -> list[str]:
+    plan = answers.plan
+    fields = sampling_fields(plan.sampling) | {"max_tokens": plan.max_tokens}
+    return [server.complete(p, **fields, seed=plan.sampling.seed + 1 + i).text for i, p in enumerate(plan.prompts)]
+
+
+def _kept(first: list[str], again: list[str]) -> int:
+    return sum(a == b for a, b in zip(first, again, strict=True))
+
+
+def _equal(answers: Answers, name: str, pairs: list[Pair], lost: set[int]) -> Check:
+    """Equality of the pairs, but for those that are lost because the server does not repeat itself."""
+    note = f"; {len(lost)} left out, as the server does not repeat itself there" if lost else ""
+    if len(lost) == len(pairs):
+        return Check(answers.subject, name, "skip", "the server does not repeat itself on any prompt")
+    found = [d for d in _divergences(pairs, answers.drift) if d.prompt not in lost]
+    return equality(answers.subject, name, found, len(pairs) - len(lost), note)
+
+
+def _divergences(pairs: list[tuple[Reply, Reply]], drift: float | None) -> list[Divergence]:
+    found = (between(pair, index, drift) for index, pair in enumerate(pairs))
+    return [divergence for divergence in found if divergence is not None]

@@ -1,0 +1,88 @@
+"""Suite: all checks of all methods, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from outpace.api.model import Model
+from outpace.errors import UnsupportedModel
+from outpace.registry import find, methods, options, parse, required
+from outpace.verify.distribution import sampled_law
+from outpace.verify.lossy import price
+from outpace.verify.parity import PLAIN, Parity, keeps_seed
+from outpace.verify.plan import Plan, Subject
+from outpace.verify.records import Check
+
+
+@dataclass(frozen=True)
+class Question:
+    """A check that is about to run."""
+
+    subject: str
+    name: str
+    ask: Callable[[], Check]
+
+
+def questions(plan: Plan, subjects: list[Subject], transformers: bool = False) -> list[Question]:
+    """What is asked: plain decoding itself is judged first, then each method."""
+    parity = Parity(plan)
+    out = []
+    for subject in [PLAIN, *(s for s in subjects if s.name != PLAIN.name)]:
+        sequence = plan.model.sequence(plan.request(subject, plan.prompts[0]))
+        try:
+            sequence.target = plan.model.lm
+            plan.model.worker.call(partial(sequence.drafter.open, sequence))
+        except UnsupportedModel as error:
+            refused = Check(subject.name, "all checks", "skip", str(error))
+            out.append(Question(subject.name, refused.name, partial(_given, refused)))
+            continue
+        if not (sequence.drafter.lossless and sequence.verifier.lossless):
+            out.append(Question(subject.name, "price", partial(price, plan, subject)))
+            continue
+        asked: dict[str, Callable[[Subject], Check]] = {
+            "every token": parity.judged,
+            "batch = alone": parity.batched,
+            "callers = alone": parity.callers,
+        }
+        if subject is not PLAIN:
+            asked = {"greedy = plain": parity.greedy, **asked}
+            if keeps_seed(plan, subject):
+                asked["same seed = plain"] = parity.seeded
+        if sequence.verifier.needs_trees:
+            del asked["every token"]  # its rule is not a law of the next token
+        else:
+            asked["sampled law"] = partial(sampled_law, plan)
+        if transformers and subject is PLAIN:  # the others are compared with plain
+            asked["greedy = Transformers"] = parity.transformers
+        out += [Question(subject.name, name, partial(ask, subject)) for name, ask in asked.items()]
+    return out
+
+
+def _given(check: Check) -> Check:
+    return check
+
+
+def subjects_of(specs: list[str], model: Model, draft: Model | None, shared: dict[str, Any]) -> list[Subject]:
+    """Methods as "name" or "name:option=value,..."; without any, all that can run with what is there."""
+    if not specs:
+        able = [name for name in methods() if draft is not None or "draft" not in required(find(name))]
+        specs = [name for name in able if find(name).fits(model.lm)]
+    subjects = []
+    for spec in specs:
+        name, given = parse(spec)
+        if draft is not None and "draft" in options(find(name)):
+            given["draft"] = draft
+        subjects.append(Subject(spec, {"method": name, **shared, **given}))
+    return subjects
+
+
+def answered(questions: list[Question]) -> Iterator[Check]:
+    """Checks as they are done, with the time each took."""
+    for question in questions:
+        start = time.perf_counter()
+        check = question.ask()
+        yield replace(check, seconds=time.perf_counter() - start)
