@@ -29,7 +29,7 @@ from outpace.core import stats
 from outpace.core.engine import Engine
 from outpace.core.lm import Scores
 from outpace.core.tree import Tree
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.policies.controller.costs import Costs
 from outpace.prompts import tasks
 from outpace.sampling.settings import Sampling
@@ -68,7 +68,7 @@ class Simulated(ReplayLM):
         self.clock.simulated += self.costs.seconds(sum(map(len, trees)), len(trees))
         return found
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         outputs = []
         for job in jobs:
             held = self.rows[job.row].tokens + job.pending + (job.tree.tokens[:1] if job.tree is not None else [])

@@ -22,7 +22,7 @@ from gguf_contestants import usual
 from torch import Tensor
 
 from outpace.models.gguf.repack import faster
-from outpace.models.gguf.runtime import Entry, File, Runtime
+from outpace.models.gguf.runtime import BatchEntry, File, Runtime
 
 SIZES = (1, 2, 3, 4, 8, 16)
 CELLS = 4096
@@ -35,7 +35,7 @@ class Ours:
         self.runtime = Runtime(faster(path, None), CELLS)
 
     def decode(self, tokens: list[int], first: int) -> None:
-        self.runtime.decode([Entry(token, first + i, [0], True) for i, token in enumerate(tokens)])
+        self.runtime.decode([BatchEntry(token, first + i, [0], True) for i, token in enumerate(tokens)])
 
     def logits(self, index: int) -> Tensor:  # [vocab]
         return self.runtime.logits(index)

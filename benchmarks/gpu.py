@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outpace
 from outpace.core.drafter import Drafter
-from outpace.core.lm import Shape
+from outpace.core.lm import DraftShape
 from outpace.core.sequence import Sequence
 from outpace.core.tree import Budget, Tree
 from outpace.models.compiled.cuda_graph import GraphLM
@@ -147,7 +147,7 @@ def draft(short: bool) -> None:
     lm.sync([[(7 * i) % 1000 for i in range(1024)]], [row])
 
     def chain(steps: int) -> float:
-        return wall_seconds(lambda: (lm.guess([row], [5], [Shape(steps)], [Pick(0, 0.0)]), lm.keep([[]], [row])))
+        return wall_seconds(lambda: (lm.guess([row], [5], [DraftShape(steps)], [Pick(0, 0.0)]), lm.keep([[]], [row])))
 
     few, many = chain(2), chain(10)
     say(f"1b draft: {(many - few) / 8 * 1e3:.3f} ms a token in a chain, {few * 1e3:.3f} ms for the first two")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.kernels import attention, linear
-from outpace.models.kernels.linear import Config, Matrices
+from outpace.models.kernels.linear import LinearTiles, SharedInputMatrices
 
 Calls = list[Callable[[], object]]
 SHAPES = {
@@ -88,7 +88,7 @@ def speed(size: int, ms: float, copy: float) -> str:
 # Linear.
 
 
-def grid(n: int, k: int, t: int, quick: bool) -> list[Config]:
+def grid(n: int, k: int, t: int, quick: bool) -> list[LinearTiles]:
     """Tile sizes worth a try: they fit, fill the machine, and keep enough bytes on their way. The usual ones first."""
     rows, found = linear.bucket(t), []
     sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4), (4, 8), (3, 4, 5, 6))
@@ -99,7 +99,7 @@ def grid(n: int, k: int, t: int, quick: bool) -> list[Config]:
             continue
         at_once = min(225 * 2**10 // need, -(-programs // 132), 8)
         if at_once * (stages - 1) * block_n * block_k * 2 >= 2**15 and (warps == 4 or block_n * block_k >= 2**13):
-            found.append(Config(block_n, block_k, split, warps, stages))
+            found.append(LinearTiles(block_n, block_k, split, warps, stages))
     random.Random(0).shuffle(found)
     tiles = [(c.block_n, c.block_k) for c in found]
     turn = {c: tiles[:i].count(tiles[i]) for i, c in enumerate(found)}  # one of each tile, then the next of each
@@ -115,10 +115,10 @@ def data(sizes: list[int], k: int) -> list[list[Tensor]]:
     return [[torch.randn(n, k, **make) * 0.02 for n in sizes] for _ in range(copies)]  # type: ignore[arg-type]
 
 
-def calls_of(x: Tensor, copies: list[list[Tensor]], config: Config) -> Calls:
+def calls_of(x: Tensor, copies: list[list[Tensor]], config: LinearTiles) -> Calls:
     none: list[Tensor | None] = [None] * len(copies[0])
     turns = copies * max(1, 4 // len(copies))
-    return [lambda ws=ws: linear.launch(x, Matrices(ws, [], none), config) for ws in turns]  # type: ignore[misc]
+    return [lambda ws=ws: linear.launch(x, SharedInputMatrices(ws, [], none), config) for ws in turns]  # type: ignore[misc]
 
 
 def torch_calls(x: Tensor, copies: list[list[Tensor]]) -> Calls:
@@ -133,7 +133,7 @@ def linears(copy: float, quick: bool, until: float) -> None:
         copies, size = data(sizes, k), 2 * k * sum(sizes)
         inputs = {t: torch.randn(t, k, dtype=torch.bfloat16, device="cuda") for t in BUCKETS[bucket]}
         stop = time.perf_counter() + (until - time.perf_counter()) / (len(parts) - at)
-        found: dict[Config, float] = {}
+        found: dict[LinearTiles, float] = {}
         configs = grid(sum(sizes), k, bucket, quick)
         for config in configs:
             if not found or time.perf_counter() < stop:
@@ -154,7 +154,7 @@ def linears(copy: float, quick: bool, until: float) -> None:
 # Attention.
 
 
-def cuts(q: Tensor, pool: Tensor, jobs: int, quick: bool) -> Iterator[attention.Config]:
+def cuts(q: Tensor, pool: Tensor, jobs: int, quick: bool) -> Iterator[attention.AttentionTiles]:
     usual = attention.plan(q, pool, jobs)
     yield usual
     for splits in {max(1, usual.splits // 2), min(64, usual.splits * 2)} - {usual.splits}:
@@ -166,17 +166,19 @@ def cuts(q: Tensor, pool: Tensor, jobs: int, quick: bool) -> Iterator[attention.
         yield replace(usual, block_m=max(16, usual.block_m // 2))
 
 
-def pass_of(context: int, tokens: int, batch: int) -> attention.Seen:
+def pass_of(context: int, tokens: int, batch: int) -> attention.PassVisibility:
     """Every job a chain of `tokens` over `context` entries."""
     room = context + 64
     jobs = torch.tensor([[b * tokens, tokens, b * room, context] for b in range(batch)], device="cuda")
     words = [(1 << i + 1) - 1 for i in range(tokens)]
     bits = torch.tensor([[w - 2**64 if w >> 63 else w] for w in words] * batch, device="cuda")
-    return attention.Seen(jobs, bits, torch.arange(context, context + tokens, device="cuda").repeat(batch))
+    return attention.PassVisibility(jobs, bits, torch.arange(context, context + tokens, device="cuda").repeat(batch))
 
 
-def attend_calls(q: Tensor, pools: list[Tensor], seen: attention.Seen, cut: attention.Config) -> Calls:
-    rule = attention.Rule(DIM**-0.5)
+def attend_calls(
+    q: Tensor, pools: list[Tensor], seen: attention.PassVisibility, cut: attention.AttentionTiles
+) -> Calls:
+    rule = attention.KernelRule(DIM**-0.5)
     return [lambda p=p: attention.launch(q, p[:, 0], p[:, 1], seen, rule, cut) for p in pools]  # type: ignore[misc]
 
 

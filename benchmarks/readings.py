@@ -24,7 +24,7 @@ import typer
 from transformers import AutoTokenizer
 
 from outpace.api import demo_weights
-from outpace.train.data.records import Record, read
+from outpace.train.data.records import TextRecord, read
 
 app = typer.Typer(help=__doc__, add_completion=False, rich_markup_mode=None)
 SHORTEST = 60  # tokens of an answer that is worth quoting
@@ -162,7 +162,7 @@ def readings(
     """Prompts that quote texts, and such as need none."""
     tokenizer = AutoTokenizer.from_pretrained(demo_weights.folder(model) if model in demo_weights.SHELF else model)
 
-    def said(record: Record) -> tuple[str, str]:
+    def said(record: TextRecord) -> tuple[str, str]:
         prompt = tokenizer.decode(record.tokens[: record.prompt])
         question = prompt.rsplit("user\n", 1)[-1].split("<|im_end|>")[0]
         return question.strip(), tokenizer.decode(record.answer, skip_special_tokens=True).strip()

@@ -20,7 +20,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 import outpace
-from outpace.drafting.layer_search import Matches, Probe, Sample, agreement, gain, spell, tokens_per_pass, without
+from outpace.drafting.layer_search import (
+    LayerProbe,
+    Matches,
+    ProbeText,
+    agreement,
+    gain,
+    spell,
+    tokens_per_pass,
+    without,
+)
 from outpace.prompts import tasks
 
 TASKS = ["qa", "math", "code", "chat"]
@@ -66,10 +75,12 @@ def main(
     asked = tasks.load(tasks=task, limit=limit + 1)
     firsts = {prompt.task: prompt for prompt in reversed(asked)}.values()
 
-    def probe(some: Iterable[tasks.Prompt]) -> Probe:
+    def probe(some: Iterable[tasks.Prompt]) -> LayerProbe:
         prompts = [tasks.encode(prompt, lm)[-context:] for prompt in some]
         answers = lm.generate(prompts, method="plain", max_tokens=tokens, ignore_eos=True)
-        return Probe(lm.lm, [Sample(p + a.tokens[:-1], len(p) - 1) for p, a in zip(prompts, answers, strict=True)])
+        return LayerProbe(
+            lm.lm, [ProbeText(p + a.tokens[:-1], len(p) - 1) for p, a in zip(prompts, answers, strict=True)]
+        )
 
     chosen, judged = probe(firsts), probe(prompt for prompt in asked if prompt not in firsts)
     stack = lm.lm.stack
@@ -89,8 +100,8 @@ def main(
 class Probes:
     """Texts on which layers are chosen, and others on which they are judged."""
 
-    chosen: Probe
-    judged: Probe
+    chosen: LayerProbe
+    judged: LayerProbe
     tries: int
 
 

@@ -21,7 +21,7 @@ import torch
 
 import outpace
 from outpace import registry
-from outpace.cross_tokenizer.by_tokens import Translated
+from outpace.cross_tokenizer.by_tokens import TranslatedLM
 
 PROMPTS: dict[str, list[str]] = {
     "code": [
@@ -79,7 +79,7 @@ class Transformers:
         if draft is not None:
             # With another tokenizer and sampling, Transformers changes its assistant for good.
             self.settings["assistant_model"] = copy.deepcopy(draft.lm.model)
-            if isinstance(target.draft_of(draft), Translated):
+            if isinstance(target.draft_of(draft), TranslatedLM):
                 self.settings |= {"tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
 
     def __call__(self, prompt: list[int]) -> Answer:
@@ -125,8 +125,8 @@ def contestants(target: outpace.Model, drafts: dict[str, outpace.Model], asked: 
     ]
     for name, draft in drafts.items():
         lm = target.draft_of(draft)
-        ways = ("tokens", "text") if isinstance(lm, Translated) else ("auto",)
-        if isinstance(lm, Translated):
+        ways = ("tokens", "text") if isinstance(lm, TranslatedLM) else ("auto",)
+        if isinstance(lm, TranslatedLM):
             say(f"{name}: shared tokens spell {lm.pair.overlap:.0%} of a text, by the estimate that `auto` goes by")
         for way in ways:
             label = f"`draft` {name}" + (f", align={way}" if way != "auto" else "")

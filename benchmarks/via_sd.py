@@ -25,7 +25,7 @@ from outpace.drafting import layer_search, slim_search
 from outpace.prompts import tasks
 from outpace.sampling.settings import Sampling
 from outpace.verify.lossy import is_right, price
-from outpace.verify.plan import Plan, Subject
+from outpace.verify.plan import Subject, VerifyPlan
 
 POINTS = ((0.9, 0.6), (0.8, 0.5), (0.6, 0.3), (0.4, 0.2), (0.2, 0.1))  # accept and ask
 
@@ -62,7 +62,7 @@ def subjects(draft: Model | LM | None, given: dict[str, Any]) -> list[Subject]:
     return found
 
 
-def measure(plan: Plan, subject: Subject, rounds: int) -> Point:
+def measure(plan: VerifyPlan, subject: Subject, rounds: int) -> Point:
     seq = plan.model.sequence(plan.request(subject, plan.prompts[0]))
     kept = seq.drafter.lossless and seq.verifier.lossless
     speedup = _speedup(plan, subject, rounds) if rounds else None
@@ -75,7 +75,7 @@ def measure(plan: Plan, subject: Subject, rounds: int) -> Point:
     return Point(subject.name, True, 0.0, statistics.mean(right) if right else None, per_pass, speedup)
 
 
-def _speedup(plan: Plan, subject: Subject, rounds: int) -> float:
+def _speedup(plan: VerifyPlan, subject: Subject, rounds: int) -> float:
     """Over plain decoding, tokens per second, in turn; the first time of each is not counted."""
     plain, rates = Subject("plain", {"method": "plain"}), dict[str, list[float]]()
     for turn in range(rounds + 1):
@@ -141,7 +141,7 @@ def points_of(
     model: Model, draft: Model | LM | None, prompts: Seq[tasks.Prompt], given: argparse.Namespace
 ) -> list[Point]:
     answers = {i: prompt.answer for i, prompt in enumerate(prompts) if prompt.answer is not None}
-    plan = Plan(
+    plan = VerifyPlan(
         model, [tasks.encode(prompt, model) for prompt in prompts], given.max_tokens, samples=given.samples,
         answers=answers,
     )  # fmt: skip

@@ -18,7 +18,7 @@ class UnsupportedModel(OutpaceError):
     """This model cannot be used here; the message names it and says why."""
 
 
-class Headless(UnsupportedModel, UsageError):
+class HeadNotFound(UnsupportedModel, UsageError):
     """No head can draft for this model, or none that was trained for it is there."""
 
 

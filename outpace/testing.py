@@ -12,10 +12,10 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor, nn
 
-from outpace.core.lm import LM, Ends
+from outpace.core.lm import LM, Embeddings
 from outpace.models.cacheless import CachelessLM
 from outpace.models.early_exit import EarlyLM
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 
 VOCAB = 64
 
@@ -35,7 +35,7 @@ class ToyLM(CachelessLM):
         self.position = weights(64, 16) * 2
         self.head = weights(16, vocab) * 3
         self.qkvo = [weights(16, 64) for _ in range(layers)]
-        self.ends = Ends(self.embed, self.head.T)
+        self.ends = Embeddings(self.embed, self.head.T)
 
     def slice(self, layers: Seq[int], eager: bool = False) -> ToyLM:
         part = copy.copy(self)
@@ -47,7 +47,7 @@ class ToyLM(CachelessLM):
     def early(self, layers: int) -> LM | None:
         return EarlyLM(self, layers)
 
-    def begin(self, jobs: Seq[Job], layers: int) -> list[Output]:
+    def begin(self, jobs: Seq[Segment], layers: int) -> list[SegmentOutput]:
         part = self.slice(range(layers))
         part.rows = self.rows
         return part.forward(jobs, (layers,))
@@ -65,10 +65,10 @@ class ToyLM(CachelessLM):
             states.append(x)
         return nn.functional.layer_norm(x, (16,)) @ self.head, states
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         return [self._forward(job, taps) for job in jobs]
 
-    def _forward(self, job: Job, taps: tuple[int, ...]) -> Output:
+    def _forward(self, job: Segment, taps: tuple[int, ...]) -> SegmentOutput:
         row = self.rows[job.row]
         held = (row.tokens + row.pending)[: job.start] + job.pending
         paths = [held[: job.start + i + 1] for i in range(len(job.pending))]
@@ -78,7 +78,7 @@ class ToyLM(CachelessLM):
         ran = [self.run(path) for path in paths]
         logits = [logits[-1] for logits, _ in ran[len(job.pending) :]]
         hidden = {tap: torch.stack([states[tap][-1] for _, states in ran]) for tap in taps}
-        return Output(torch.stack(logits) if logits else None, hidden)
+        return SegmentOutput(torch.stack(logits) if logits else None, hidden)
 
     def native(self, tokens: list[int], count: int) -> Tensor:
         return self.run(tokens)[0][-count:]

@@ -97,7 +97,7 @@ class Detokenizer:
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
     """A piece of text and the generated token, by index, that completed it."""
 
     text: str
@@ -152,7 +152,7 @@ class TextStream:
             # The one that was complete first stops the text, as it would have token by token.
             self.text, self.stopped = self.text[: min(found)[1]], True
 
-    def take(self) -> list[Span]:
+    def take(self) -> list[TextSpan]:
         """Text that is certain by now and was not taken before, by the token that completed it."""
         held = 0 if self.stopped else max((_overlap(self.text, stop) for stop in self.stops), default=0)
         start, end = self._taken, max(self._taken, len(self.text) - held)
@@ -160,7 +160,7 @@ class TextStream:
         for token in range(bisect_right(self._ends, start), len(self._ends)):
             upto = min(end, self._ends[token])
             if upto > start:
-                spans.append(Span(self.text[start:upto], token))
+                spans.append(TextSpan(self.text[start:upto], token))
                 start = upto
         self._taken = end
         return spans

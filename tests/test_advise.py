@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 
 from outpace.advise import advice, overhead as costing
-from outpace.advise.overhead import Costs
-from outpace.advise.rank import Candidate, Prediction, Replayed, Shape, Work, best, candidates, predict, replay
+from outpace.advise.overhead import MeasuredPasses
+from outpace.advise.rank import (
+    MethodChoice,
+    PassShape,
+    Prediction,
+    ReplayResult,
+    ReplayWork,
+    best,
+    candidates,
+    predict,
+    replay,
+)
 from outpace.advise.recording import Recording, record
 from outpace.advise.replay import ReplayLM
 from outpace.api.model import Model
@@ -56,7 +66,7 @@ def test_a_replay_is_the_run_itself(name: str, sampling: Sampling, toy: Model, d
 @pytest.mark.parametrize("name", ["recycling", "lookahead"])
 def test_a_drafter_that_learns_from_rejected_nodes_is_replayed_nearly(name: str, toy: Model) -> None:
     recordings = record(toy, PROMPTS, 24, Sampling(), nothing)
-    found = replay(toy, recordings, Candidate(name), {}, Sampling())
+    found = replay(toy, recordings, MethodChoice(name), {}, Sampling())
     drafter, passes = method(name), 0
     for prompt in PROMPTS:
         passes += toy.generate(prompt, method=drafter, max_tokens=24).stats.passes
@@ -87,14 +97,16 @@ def test_a_method_that_reads_hidden_states_says_so(toy: Model) -> None:
         target.generate(PROMPTS[0], method=Reads(), max_tokens=4)
 
 
-def even(*pairs: tuple[int, float], prompt: float = 0.0) -> Costs:
-    return Costs({rows: [spent] for rows, spent in pairs}, {rows: [2 * spent] for rows, spent in pairs}, [prompt])
+def even(*pairs: tuple[int, float], prompt: float = 0.0) -> MeasuredPasses:
+    return MeasuredPasses(
+        {rows: [spent] for rows, spent in pairs}, {rows: [2 * spent] for rows, spent in pairs}, [prompt]
+    )
 
 
 def test_a_prediction_is_its_costs_added_up() -> None:
     recordings = [Recording([1] * 10, [2] * 8)] * 3
-    work = [Work(Counter({Shape(1, True): 1, Shape(3, True): 2, Shape(3, False): 1}), draft=0.5)] * 3
-    found = predict(Replayed(Candidate("x"), work, Stats()), recordings, even((1, 1.0), (5, 3.0), prompt=0.1))
+    work = [ReplayWork(Counter({PassShape(1, True): 1, PassShape(3, True): 2, PassShape(3, False): 1}), draft=0.5)] * 3
+    found = predict(ReplayResult(MethodChoice("x"), work, Stats()), recordings, even((1, 1.0), (5, 3.0), prompt=0.1))
     plain = 10 * 0.1 + 8 * 1.0
     mine = 10 * 0.1 + 0.5 + 1.0 + 2 * 2.0 + 2 * 2.0  # three rows lie half way between one and five
     assert found.speedup.value == pytest.approx(plain / mine)
@@ -105,9 +117,9 @@ def test_a_prediction_is_its_costs_added_up() -> None:
 
 def test_an_interval_holds_what_varies() -> None:
     recordings = [Recording([1], [2] * n) for n in (4, 8, 12, 16)]
-    work = [Work(Counter({Shape(2, True): n}), 0.0) for n in (4, 2, 6, 4)]
-    costs = Costs({1: [1.0, 1.1, 0.9], 2: [1.2, 1.3, 1.1]}, {1: [1.0], 2: [1.2]}, [0.0])
-    found = predict(Replayed(Candidate("x"), work, Stats()), recordings, costs).speedup
+    work = [ReplayWork(Counter({PassShape(2, True): n}), 0.0) for n in (4, 2, 6, 4)]
+    costs = MeasuredPasses({1: [1.0, 1.1, 0.9], 2: [1.2, 1.3, 1.1]}, {1: [1.0], 2: [1.2]}, [0.0])
+    found = predict(ReplayResult(MethodChoice("x"), work, Stats()), recordings, costs).speedup
     assert found.low is not None and found.high is not None and found.low < found.value < found.high
 
 
@@ -129,7 +141,7 @@ def test_every_method_is_tried_with_smaller_budgets() -> None:
 
 def test_the_best_of_each_method_are_measured() -> None:
     def one(name: str, policy: str, value: float, rows: float = 2.0) -> Prediction:
-        return Prediction(Candidate(name, policy), Interval(value), 1.0, 0.0, rows)
+        return Prediction(MethodChoice(name, policy), Interval(value), 1.0, 0.0, rows)
 
     found = [
         one("a", "fixed", 1.4),
@@ -151,7 +163,7 @@ def test_costs_are_measured_for_every_size(toy: Model) -> None:
 
 
 def test_advice_from_end_to_end(toy: Model, draft: Model) -> None:
-    question = advice.Question(toy, {"small": draft}, PROMPTS, 12)
+    question = advice.AdviceQuestion(toy, {"small": draft}, PROMPTS, 12)
     begun: dict[str, int] = {}
 
     def step(name: str, parts: int) -> Any:
@@ -171,4 +183,4 @@ def test_advice_from_end_to_end(toy: Model, draft: Model) -> None:
 
 def test_too_few_prompts(toy: Model) -> None:
     with pytest.raises(UsageError, match="at least 4 prompts"):
-        advice.Question(toy, {}, PROMPTS[:3])
+        advice.AdviceQuestion(toy, {}, PROMPTS[:3])

@@ -13,18 +13,18 @@ import torch
 from outpace.api.model import Model
 from outpace.api.request import Request
 from outpace.core.engine import Engine
-from outpace.core.lm import Chosen
+from outpace.core.lm import Picked
 from outpace.core.tree import Tree
-from outpace.models.compiled.captured import Size
-from outpace.models.compiled.run_ahead import Ahead, Doubt, Last
-from outpace.models.segment import Job, Output
+from outpace.models.compiled.captured import GraphKey
+from outpace.models.compiled.run_ahead import LastPass, RunAhead, RunAheadGate
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.noise import gumbel
 from outpace.sampling.sampler import Pick
 from outpace.testing import ToyLM
 from tests.conftest import settings_of
 
 PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5, [4, 4]]
-CAPTURED: Any = SimpleNamespace(size=Size(2, 2))
+CAPTURED: Any = SimpleNamespace(size=GraphKey(2, 2))
 
 
 class Device(ToyLM):
@@ -34,17 +34,17 @@ class Device(ToyLM):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: Last | None = None
-        self._sent = Ahead()
+        self._last: LastPass | None = None
+        self._sent = RunAhead()
         self.ran = self.begun = self.used = 0
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         outputs = self._sent.take(jobs, taps)
         self.used += outputs is not None
         if outputs is None:
             self.ran += 1
             outputs = [self._chosen(job, output) for job, output in zip(jobs, super().forward(jobs, taps), strict=True)]
-            self._last = Last(CAPTURED, jobs, outputs)
+            self._last = LastPass(CAPTURED, jobs, outputs)
         return outputs
 
     def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
@@ -60,12 +60,12 @@ class Device(ToyLM):
             assert row.tree is not None and job.tree is not None
             fed = row.tokens + row.tree.tokens + [chosen[job.tree.tokens[0]]]
             assert len(fed) == job.end
-            outputs.append(self._chosen(job, Output(self.run(fed)[0][-1:], {})))
+            outputs.append(self._chosen(job, SegmentOutput(self.run(fed)[0][-1:], {})))
         self.begun += 1
-        self._sent, self._last = Ahead.of(self._last, jobs, outputs), Last(CAPTURED, jobs, outputs)
+        self._sent, self._last = RunAhead.of(self._last, jobs, outputs), LastPass(CAPTURED, jobs, outputs)
         return True
 
-    def _chosen(self, job: Job, output: Output) -> Output:
+    def _chosen(self, job: Segment, output: SegmentOutput) -> SegmentOutput:
         if job.pick is None or output.logits is None or job.pick.filters:
             return output
         logits = output.logits.clone()
@@ -73,7 +73,7 @@ class Device(ToyLM):
             if job.pick.temperature:
                 noise = gumbel(torch.arange(self.vocab), job.pick.seed, position + 1)
                 logits[i] = (logits[i] / job.pick.temperature).double() + noise
-        return replace(output, chosen=Chosen(logits.argmax(-1).tolist(), logits.amax(-1).tolist(), [1.0] * len(logits)))
+        return replace(output, chosen=Picked(logits.argmax(-1).tolist(), logits.amax(-1).tolist(), [1.0] * len(logits)))
 
     def release(self, row: int) -> None:
         self._sent.drop(row)
@@ -153,19 +153,19 @@ def test_a_step_by_itself_begins_nothing(toy: Model) -> None:
 
 def test_jobs_are_known_only_behind_single_tokens() -> None:
     pick = Pick(0, 0.0)
-    chosen = Output(torch.zeros(1, 4), {}, Chosen([3], [0.0], [1.0]))
-    last = Last(CAPTURED, [Job(4, 10, [1, 2], Tree([7]), pick=pick), Job(2, 5, [], Tree.chain([1, 2]), pick=pick)],
-                [chosen, chosen])  # fmt: skip
+    chosen = SegmentOutput(torch.zeros(1, 4), {}, Picked([3], [0.0], [1.0]))
+    jobs = [Segment(4, 10, [1, 2], Tree([7]), pick=pick), Segment(2, 5, [], Tree.chain([1, 2]), pick=pick)]
+    last = LastPass(CAPTURED, jobs, [chosen, chosen])
     (job,) = last.next([4], [pick]) or []
     assert (job.row, job.start, job.tokens) == (4, 13, [2])  # its choice is the third of the pass
     assert last.next([2], [pick]) is None and last.next([4, 9], [pick, pick]) is None
     assert last.next([4], [None]) is None
-    host = replace(chosen, chosen=Chosen([3], [0.0], [1.0], there=False))  # the device has chosen something else
+    host = replace(chosen, chosen=Picked([3], [0.0], [1.0], there=False))  # the device has chosen something else
     assert last._replace(outputs=[host, host]).next([4], [pick]) is None
 
 
 def test_passes_that_are_often_in_vain_are_no_longer_begun() -> None:
-    doubt, begun = Doubt(), []
+    doubt, begun = RunAheadGate(), []
     for now in range(60):
         begun.append(doubt.next())
         doubt.seen = now < 20

@@ -18,11 +18,11 @@ from outpace import registry
 from outpace.api.load import wrap
 from outpace.api.model import Model
 from outpace.bench import markers, plan as planning, record as recording, report, tables
-from outpace.bench.contestants import Ours, Rules, Theirs, sweep, theirs
-from outpace.bench.plan import Plan
-from outpace.bench.record import Record, Writer
-from outpace.bench.run import Condition, Contestant, Group, Run, Settings, measure, warm_up
-from outpace.bench.specs import Spec, specs
+from outpace.bench.contestants import OutpaceContestant, RunRules, TransformersContestant, sweep, theirs
+from outpace.bench.plan import BenchPlan
+from outpace.bench.record import BenchRecord, Writer
+from outpace.bench.run import AnswerSettings, Condition, Contestant, Group, Run, measure, warm_up
+from outpace.bench.specs import MethodSpec, specs
 from outpace.bench.summary import Interval, speedup, summarize
 from outpace.cli import bench as command, checks
 from outpace.cli.common import app
@@ -43,7 +43,7 @@ def toy_model(layers: int = 2) -> Model:
 
 
 def plain_and(model: Model, *methods: str, draft: Model | None = None) -> list[Contestant]:
-    return [Ours(model, spec, draft) for spec in specs(methods, draft is not None)]
+    return [OutpaceContestant(model, spec, draft) for spec in specs(methods, draft is not None)]
 
 
 def groups_of(*conditions: Condition) -> list[Group]:
@@ -53,7 +53,7 @@ def groups_of(*conditions: Condition) -> list[Group]:
             condition=condition,
             names=[f"p{i}.{k}" for k in range(condition.batch)],
             prompts=[[65 + i + k, 66, 67] for k in range(condition.batch)],
-            settings=Settings(6, Sampling(condition.temperature)),
+            settings=AnswerSettings(6, Sampling(condition.temperature)),
         )
         for i, condition in enumerate(conditions)
     ]
@@ -68,7 +68,7 @@ class Scripted:
     def fresh(self) -> None:
         self.log.append(f"fresh {self.name}")
 
-    def run(self, prompts: list[list[int]], settings: Settings) -> Run:
+    def run(self, prompts: list[list[int]], settings: AnswerSettings) -> Run:
         self.log.append(self.name)
         return Run(self.name, [self.answer(prompt) for prompt in prompts], 1.0)
 
@@ -145,7 +145,7 @@ def test_turns_follow_the_answers_before_them() -> None:
     prompt = tasks.Prompt("chat", "1", ("first", "second"), ({"role": "system", "content": "be brief"},))
     assert bytes(tasks.encode(prompt, model)).decode() == "be brief\n\nfirst"
     assert bytes(tasks.encode(prompt, model, ["said"])).decode() == "be brief\n\nfirst\n\nsaid\n\nsecond"
-    asked = planning.ask(Plan(("chat",), max_tokens=4), model, [prompt, prompt], lambda: None)
+    asked = planning.ask(BenchPlan(("chat",), max_tokens=4), model, [prompt, prompt], lambda: None)
     assert [a.name for a in asked] == ["1.1", "1.1", "1.2", "1.2"]
     answer = model.generate(asked[0].tokens, method="plain", max_tokens=4).text
     assert asked[2].tokens == tasks.encode(prompt, model, [answer])
@@ -167,12 +167,12 @@ def test_copy_prompts_fit_and_are_the_same_every_time() -> None:
 # The groups.
 
 
-def asked(task: str, count: int, context: int | None = None) -> list[planning.Asked]:
-    return [planning.Asked(task, context, f"{task}{i}", [i]) for i in range(count)]
+def asked(task: str, count: int, context: int | None = None) -> list[planning.Turn]:
+    return [planning.Turn(task, context, f"{task}{i}", [i]) for i in range(count)]
 
 
 def test_groups_are_of_one_task_and_what_is_left_over_is_mixed() -> None:
-    found = planning.groups(Plan(batches=(1, 2)), asked("qa", 3) + asked("math", 3) + asked("own", 1))
+    found = planning.groups(BenchPlan(batches=(1, 2)), asked("qa", 3) + asked("math", 3) + asked("own", 1))
     shown = [(g.condition.task, g.condition.batch, g.names) for g in found]
     assert shown == [
         ("qa", 1, ["qa0"]), ("qa", 1, ["qa1"]), ("qa", 1, ["qa2"]),
@@ -181,16 +181,16 @@ def test_groups_are_of_one_task_and_what_is_left_over_is_mixed() -> None:
     ]  # fmt: skip
     assert [g.number for g in found] == list(range(len(found)))
     with pytest.raises(UsageError, match="too few for a batch of 8"):
-        planning.groups(Plan(batches=(8,)), asked("qa", 3))
+        planning.groups(BenchPlan(batches=(8,)), asked("qa", 3))
 
 
 def test_a_plan_refuses_what_cannot_be() -> None:
     for wrong in ({"batches": (0,)}, {"contexts": (0,)}, {"limit": 0}, {"max_tokens": 0}, {"temperatures": (-1.0,)}):
         with pytest.raises(UsageError):
-            Plan(**wrong)  # type: ignore[arg-type]
+            BenchPlan(**wrong)  # type: ignore[arg-type]
     small = Model(ToyLM(vocab=257, context=16), ByteTokenizer())
     with pytest.raises(UsageError, match="lower --max-tokens or --context"):
-        planning.ask(Plan(("qa",)), small, tasks.load(None, ["qa"]), lambda: None)
+        planning.ask(BenchPlan(("qa",)), small, tasks.load(None, ["qa"]), lambda: None)
 
 
 # The runs.
@@ -213,11 +213,11 @@ def test_the_order_rotates_and_learning_ends_with_the_round_and_the_sweep() -> N
 
 
 def test_a_method_keeps_what_it_learned_within_a_round_only() -> None:
-    contestant = Ours(toy_model(), Spec.parse("suffix"))
+    contestant = OutpaceContestant(toy_model(), MethodSpec.parse("suffix"))
     drafters = []
     run = contestant.run
 
-    def spy(prompts: list[list[int]], settings: Settings) -> Run:
+    def spy(prompts: list[list[int]], settings: AnswerSettings) -> Run:
         drafters.append(contestant.drafter)
         return run(prompts, settings)
 
@@ -237,9 +237,9 @@ def test_the_caches_are_empty_before_each_run(monkeypatch: pytest.MonkeyPatch) -
         held.append(sum(len(row.tokens) for row in lm.rows))
 
     monkeypatch.setattr(ToyLM, "clear", spy)
-    contestant = Ours(model, Spec.parse("draft:depth=3"), draft)
+    contestant = OutpaceContestant(model, MethodSpec.parse("draft:depth=3"), draft)
     prompts = [[65, 66, 67] * 10]
-    first, second = (contestant.run(prompts, Settings(6)) for _ in range(2))
+    first, second = (contestant.run(prompts, AnswerSettings(6)) for _ in range(2))
     assert held == [0, 0, 0, 0]  # both models, twice
     assert first.tokens == second.tokens
 
@@ -249,7 +249,7 @@ def test_every_method_answers_as_plain_decoding_in_batches() -> None:
     everyone = plain_and(model, draft=draft)
     assert [c.name for c in everyone][:2] == ["plain", "draft"] and len(everyone) > 4
     groups = groups_of(Condition("qa"), Condition("qa", batch=3, temperature=0.8))
-    record = Record({"contestants": [c.name for c in everyone]}, groups, measure(everyone, groups, 1))
+    record = BenchRecord({"contestants": [c.name for c in everyone]}, groups, measure(everyone, groups, 1))
     for figures in summarize(record).total:
         assert figures.divergences == [] and figures.compared == figures.answers == 4
         assert figures.tokens == 24
@@ -265,25 +265,27 @@ def test_specs() -> None:
     }.items():  # fmt: skip
         with pytest.raises(UsageError, match=message):
             specs([wrong], draft=False)
-    lossy = Ours(toy_model(), Spec.parse("suffix"), rules=replace(Rules(), verifier=Spec.parse("typical")))
+    lossy = OutpaceContestant(
+        toy_model(), MethodSpec.parse("suffix"), rules=replace(RunRules(), verifier=MethodSpec.parse("typical"))
+    )
     assert lossy.name == "suffix (lossy)"
 
 
 def test_policies_and_methods_are_swept() -> None:
     """Every method under every policy, by name; plain decoding, which drafts nothing, once."""
     model, methods = toy_model(), specs(["suffix", "via_sd"], draft=False)
-    policies = [Spec.parse(text) for text in ("confidence:threshold=0.3", "auto")]
+    policies = [MethodSpec.parse(text) for text in ("confidence:threshold=0.3", "auto")]
     swept = sweep(model, methods, None, policies, None)
     assert [one.name for one in swept] == [
         "plain", "suffix, confidence:threshold=0.3", "suffix, auto", "via_sd, confidence:threshold=0.3 (lossy)",
         "via_sd, auto (lossy)",
     ]  # fmt: skip
     assert [registry.policy("auto").__class__ is type(one.policy) for one in swept] == [False, False, True, False, True]
-    own = sweep(model, methods, None, [], Spec.parse("residual"))
+    own = sweep(model, methods, None, [], MethodSpec.parse("residual"))
     assert [one.name for one in own] == ["plain", "suffix", "via_sd (lossy)"]
     assert {type(one.verifier).__name__ for one in own} == {"Residual"}
-    assert type(Ours(model, Spec.parse("via_sd")).verifier).__name__ == "Tiered"
-    assert Ours(model, Spec.parse("via_sd:exact=true")).name == "via_sd:exact=true"
+    assert type(OutpaceContestant(model, MethodSpec.parse("via_sd")).verifier).__name__ == "Tiered"
+    assert OutpaceContestant(model, MethodSpec.parse("via_sd:exact=true")).name == "via_sd:exact=true"
 
 
 def test_transformers_answers_as_plain_decoding() -> None:
@@ -294,25 +296,25 @@ def test_transformers_answers_as_plain_decoding() -> None:
         "Transformers generate", "Transformers prompt lookup, one by one", "Transformers assisted, one by one",
     ]  # fmt: skip
     prompts = [[5, 6, 7, 8, 5, 6], [9, 10, 11], [12] * 8]
-    group = Group(0, Condition("qa", 3), ["a", "b", "c"], prompts, Settings(8))
+    group = Group(0, Condition("qa", 3), ["a", "b", "c"], prompts, AnswerSettings(8))
     assert warm_up(everyone, group, lambda: None) == {}
-    record = Record({"contestants": [c.name for c in everyone]}, [group], measure(everyone, [group], 1))
+    record = BenchRecord({"contestants": [c.name for c in everyone]}, [group], measure(everyone, [group], 1))
     summary = summarize(record)
     assert summary.baselines == ["plain", *(c.name for c in everyone[2:])]
     assert all(figures.compared == 3 and not figures.divergences for figures in summary.total)
-    sampled = everyone[2].run(prompts, Settings(8, Sampling(0.9, top_p=0.9)))
+    sampled = everyone[2].run(prompts, AnswerSettings(8, Sampling(0.9, top_p=0.9)))
     assert not sampled.compared and sampled.count == 24
 
 
 def test_answers_of_transformers_end_with_the_stop_token() -> None:
     model = wrap(build("llama", num_key_value_heads=2))
-    long = Theirs("x", model).run([[5, 6, 7]], Settings(8)).tokens[0]
+    long = TransformersContestant("x", model).run([[5, 6, 7]], AnswerSettings(8)).tokens[0]
     model.stop_tokens = frozenset([long[2]])
     end = long.index(long[2]) + 1
     prompts = [[5, 6, 7], [9, 10]]
-    found = Theirs("x", model).run(prompts, Settings(8)).tokens
+    found = TransformersContestant("x", model).run(prompts, AnswerSettings(8)).tokens
     assert found[0] == long[:end]
-    assert found == Ours(model, Spec.parse("plain")).run(prompts, Settings(8)).tokens
+    assert found == OutpaceContestant(model, MethodSpec.parse("plain")).run(prompts, AnswerSettings(8)).tokens
 
 
 def test_who_cannot_take_part_is_left_out() -> None:
@@ -361,7 +363,7 @@ def test_divergences_are_counted_once_with_their_position() -> None:
     short = Scripted("short", log, lambda prompt: [1, 2])
     groups = groups_of(Condition("qa"), Condition("qa"), Condition("math", batch=2))
     everyone = [Scripted("plain", log), wrong, short]
-    record = Record({"contestants": ["plain", "wrong", "short"]}, groups, measure(everyone, groups, 3))
+    record = BenchRecord({"contestants": ["plain", "wrong", "short"]}, groups, measure(everyone, groups, 3))
     plain, wrongs, shorts = summarize(record).total
     assert plain.divergences == []
     assert [(d.prompt, d.position) for d in wrongs.divergences] == [("qa p1.0", 2)]
@@ -373,7 +375,7 @@ def test_divergences_are_counted_once_with_their_position() -> None:
     assert first_difference([1, 2], [1, 2]) is None and first_difference([1], [1, 2]) == 1
 
 
-def sample_record() -> Record:
+def sample_record() -> BenchRecord:
     """Three contestants, two batch sizes, two context lengths, figures made up."""
     conditions = [Condition("qa"), Condition("copy", 1, 256), Condition("copy", 1, 512)]
     conditions += [replace(condition, batch=2) for condition in conditions]
@@ -387,7 +389,7 @@ def sample_record() -> Record:
         for group in groups
     ]  # fmt: skip
     header = recording.provenance(toy_model(), "outpace bench <toy>", {"rounds": 2})
-    return Record(header | {"contestants": ["plain", "Transformers generate", "suffix <b>"]}, groups, runs)
+    return BenchRecord(header | {"contestants": ["plain", "Transformers generate", "suffix <b>"]}, groups, runs)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -514,15 +516,15 @@ def test_an_interrupted_run_is_reported(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls: list[int] = []
-    answer = Ours.run
+    answer = OutpaceContestant.run
 
-    def breaking(self: Ours, prompts: list[list[int]], settings: Settings) -> Run:
+    def breaking(self: OutpaceContestant, prompts: list[list[int]], settings: AnswerSettings) -> Run:
         calls.append(1)
         if len(calls) > 5:  # two of the warm-up, three on the clock
             raise KeyboardInterrupt
         return answer(self, prompts, settings)
 
-    monkeypatch.setattr(Ours, "run", breaking)
+    monkeypatch.setattr(OutpaceContestant, "run", breaking)
     done = run()
     assert done.exit_code == 130, done.output
     assert "suffix" in done.stdout and (tmp_path / "out" / "report.html").exists()

@@ -10,16 +10,16 @@ import torch
 
 from outpace import registry
 from outpace.api.model import Model
-from outpace.core.lm import Guess, Shape
+from outpace.core.lm import DraftShape, DraftToken
 from outpace.core.tree import Tree
 from outpace.drafting.linked_heads import LinkedLM
-from outpace.drafting.model_drafter import Growing
+from outpace.drafting.model_drafter import ModelDrafter
 from outpace.errors import CacheFull
 from outpace.heads import store
-from outpace.models.compiled.cpu import FastLM
-from outpace.models.compiled.draft_tree import Branches
+from outpace.models.compiled.cpu import CompiledLM
+from outpace.models.compiled.draft_tree import DraftTrees
 from outpace.models.kernels import cpu
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick
 from tests.test_fast import DEVICES, PROMPTS, fast, shared
 
@@ -35,14 +35,14 @@ def paths(tree: Tree) -> dict[tuple[int, ...], float]:
 @pytest.fixture
 def grown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tree]]:
     """All trees that drafters propose."""
-    trees, propose = list[Tree](), Growing.propose_batch
+    trees, propose = list[Tree](), ModelDrafter.propose_batch
 
-    def noted(self: Growing, *given: Any) -> list[Tree]:
+    def noted(self: ModelDrafter, *given: Any) -> list[Tree]:
         found = propose(self, *given)
         trees.extend(Tree(list(t.tokens), list(t.parents), signals=dict(t.signals)) for t in found)
         return found
 
-    monkeypatch.setattr(Growing, "propose_batch", noted)
+    monkeypatch.setattr(ModelDrafter, "propose_batch", noted)
     yield trees
 
 
@@ -62,18 +62,18 @@ def test_trees_are_those_that_are_grown_level_by_level(
         head = store.fresh("eagle3", target.lm, torch.arange(0, 90, 2))
         given["method"] = registry.method("eagle3", head=head, width=4, depth=6, nodes=30)
     calls: list[int] = []
-    whole = Branches.grow
+    whole = DraftTrees.grow
 
-    def counted(self: Branches, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape]) -> list[list[Guess]]:
+    def counted(self: DraftTrees, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape]) -> list[list[DraftToken]]:
         calls.append(len(rows))
         return whole(self, rows, tokens, shapes)
 
-    monkeypatch.setattr(Branches, "grow", counted)
+    monkeypatch.setattr(DraftTrees, "grow", counted)
     answers = [target.generate(PROMPTS, **given), target.generate(PROMPTS[0], **given)]
     alone, count = list(grown), len(calls)
     grown.clear()
     assert {1, 3} <= set(calls)
-    monkeypatch.setattr(FastLM, "guess", lambda *given: None)
+    monkeypatch.setattr(CompiledLM, "guess", lambda *given: None)
     target.clear_cache()
     again = [target.generate(PROMPTS, **given), target.generate(PROMPTS[0], **given)]
     assert len(calls) == count and len(grown) == len(alone)
@@ -112,10 +112,10 @@ def test_what_a_tree_was_fed_is_kept_where_it_turns_out_right() -> None:
     """A draft that is the target itself: the next pass feeds it only what its tree did not hold."""
     target = shared("llama")
     lm = fast("llama").lm
-    assert isinstance(lm, FastLM)
+    assert isinstance(lm, CompiledLM)
     fed, quickly = list[int](), lm.quickly
 
-    def counted(jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def counted(jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         fed.extend(len(job.tokens) for job in jobs)
         return quickly(jobs, taps)
 
@@ -127,32 +127,35 @@ def test_what_a_tree_was_fed_is_kept_where_it_turns_out_right() -> None:
 
 def test_where_trees_are_grown_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = fast("llama").lm
-    assert isinstance(lm, FastLM)
+    assert isinstance(lm, CompiledLM)
     row = lm.acquire([])
     lm.sync([PROMPTS[1]], [row])
 
-    def guess(shape: Shape, pick: Pick = GREEDY) -> list[list[Guess]] | None:
+    def guess(shape: DraftShape, pick: Pick = GREEDY) -> list[list[DraftToken]] | None:
         return lm.guess([row], [4], [shape], [pick])
 
-    assert [len(found) for shape in (Shape(3, 2, 5), Shape(1, 2, 5)) for found in guess(shape) or []] == [5, 2]
-    assert guess(Shape(3)) is None  # a chain: on a CPU one pass a token is all there is
-    assert guess(Shape(3, 2, 5), Pick(0, 0.7)) is None  # noise orders what follows, and a program has none
-    assert guess(Shape(40, 4, 5)) is None  # more nodes than ancestor bits
-    assert guess(Shape(3, 65, 5)) is None  # more than a compiled pass takes
+    assert [len(found) for shape in (DraftShape(3, 2, 5), DraftShape(1, 2, 5)) for found in guess(shape) or []] == [
+        5,
+        2,
+    ]
+    assert guess(DraftShape(3)) is None  # a chain: on a CPU one pass a token is all there is
+    assert guess(DraftShape(3, 2, 5), Pick(0, 0.7)) is None  # noise orders what follows, and a program has none
+    assert guess(DraftShape(40, 4, 5)) is None  # more nodes than ancestor bits
+    assert guess(DraftShape(3, 65, 5)) is None  # more than a compiled pass takes
 
     lm.windows = [8] * len(lm.windows)
-    assert guess(Shape(4, 2, 5)) is not None and guess(Shape(5, 2, 5)) is None  # the window ends within it
+    assert guess(DraftShape(4, 2, 5)) is not None and guess(DraftShape(5, 2, 5)) is None  # the window ends within it
 
-    def full(jobs: Seq[Job]) -> None:
+    def full(jobs: Seq[Segment]) -> None:
         raise CacheFull("no room", row)
 
     with monkeypatch.context() as patch, pytest.raises(CacheFull):  # the engine then goes on without guesses
         patch.setattr(lm, "reserve", full)
-        guess(Shape(3, 2, 5))
+        guess(DraftShape(3, 2, 5))
     assert lm.most_tokens  # and nothing was given up
 
     def broken(*given: Any) -> None:
         raise RuntimeError("the compiler stumbles")
 
-    monkeypatch.setattr(Branches, "grow", broken)
-    assert guess(Shape(3, 2, 5)) is None and not lm.most_tokens  # eagerly from now on
+    monkeypatch.setattr(DraftTrees, "grow", broken)
+    assert guess(DraftShape(3, 2, 5)) is None and not lm.most_tokens  # eagerly from now on

@@ -15,15 +15,15 @@ import outpace
 from outpace import registry
 from outpace.api.model import Model
 from outpace.api.request import Request
-from outpace.bench.contestants import Ours
-from outpace.bench.specs import Spec
-from outpace.core.lm import Guess, Shape
+from outpace.bench.contestants import OutpaceContestant
+from outpace.bench.specs import MethodSpec
+from outpace.core.lm import DraftShape, DraftToken
 from outpace.cross_tokenizer.alignment import Pair
-from outpace.cross_tokenizer.by_tokens import Translated
+from outpace.cross_tokenizer.by_tokens import TranslatedLM
 from outpace.cross_tokenizer.follower import Follower, TokenFollower
-from outpace.cross_tokenizer.vocabulary import Pieces, complete, join
+from outpace.cross_tokenizer.vocabulary import Vocabulary, complete, join
 from outpace.errors import UsageError
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick
 from outpace.testing import ByteTokenizer, ToyLM
 from tests.tiny_models import build
@@ -42,9 +42,9 @@ steady = settings(derandomize=True, deadline=None, max_examples=40)
 
 
 @cache
-def pieces(kind: str) -> Pieces:
+def pieces(kind: str) -> Vocabulary:
     tokenizer = KINDS[kind]()
-    return Pieces(tokenizer, len(tokenizer) + 3)
+    return Vocabulary(tokenizer, len(tokenizer) + 3)
 
 
 @cache
@@ -82,7 +82,7 @@ def test_spellings_that_are_no_text() -> None:
     byte = KINDS["sentencepiece"]().convert_tokens_to_ids("<0x0A>")
     assert pieces("sentencepiece").of(byte) == b"\n"
     assert pieces("wordpiece").of(KINDS["wordpiece"]().convert_tokens_to_ids("##e")) == b"e"
-    assert Pieces(ByteTokenizer(), 300).of(0x41) == b"A"
+    assert Vocabulary(ByteTokenizer(), 300).of(0x41) == b"A"
 
 
 @steady
@@ -421,14 +421,16 @@ def test_a_draft_that_makes_chains_by_itself(way: str) -> None:
     class Chaining(Reciter):
         made = 0
 
-        def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]]:
+        def guess(
+            self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+        ) -> list[list[DraftToken]]:
             self.made += 1
             chains, steps = [], max(shape.depth for shape in shapes)
             for row, token in zip(rows, tokens, strict=True):
                 said = [*self.rows[row].tokens, *self.rows[row].pending, token]
                 for _ in range(steps):
                     said.append(self.following(said))
-                chains.append([Guess(token, 0.9, i - 1) for i, token in enumerate(said[-steps:])])
+                chains.append([DraftToken(token, 0.9, i - 1) for i, token in enumerate(said[-steps:])])
             return chains
 
     tokenizer, target = KINDS["sentencepiece"](), reciting("tiktoken", TEXT)
@@ -526,7 +528,7 @@ def test_neither_model_nor_tokenizer_is_changed() -> None:
 
 def test_a_draft_whose_context_is_short() -> None:
     class Short(ToyLM):
-        def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+        def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
             assert all(max(job.positions) < self.context for job in jobs)
             return super().forward(jobs, taps)
 
@@ -550,7 +552,7 @@ def test_with_the_same_tokenizer_nothing_changes() -> None:
     assert target.draft_of(draft) is draft.lm
     assert target.draft_of(draft.lm) is draft.lm
     other = random_model("smollm2")
-    assert isinstance(target.draft_of(other), Translated)
+    assert isinstance(target.draft_of(other), TranslatedLM)
     assert target.draft_of(other) is target.draft_of(other)  # what was learned with it serves the next call
 
 
@@ -575,5 +577,5 @@ def test_by_name() -> None:
 
 def test_bench_measures_such_drafts() -> None:
     target, draft = random_model("tiktoken"), random_model("smollm2", seed=1)
-    ours = Ours(target, Spec.parse("draft:align=text"), draft)
-    assert isinstance(ours.options["draft"], Translated)
+    ours = OutpaceContestant(target, MethodSpec.parse("draft:align=text"), draft)
+    assert isinstance(ours.options["draft"], TranslatedLM)

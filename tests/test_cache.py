@@ -31,7 +31,7 @@ from outpace.errors import UsageError
 from outpace.models.adapt import adapt
 from outpace.models.hf.cache import FIRST_CAPACITY
 from outpace.models.hf.lm import PackedLM
-from outpace.models.hf.snapshot import NativeLM
+from outpace.models.hf.snapshot import SnapshotLM
 from outpace.models.slots import CHUNK, RIDE, SlotLM
 
 VOCAB = 19
@@ -71,7 +71,7 @@ def model(name: str) -> PreTrainedModel:
 
 
 def adapted(name: str) -> SlotLM:
-    lm = NativeLM(model("native")) if name == "native" else adapt(model(name))
+    lm = SnapshotLM(model("native")) if name == "native" else adapt(model(name))
     assert isinstance(lm, SlotLM) and lm.trees == (name != "native")
     return lm
 
@@ -425,7 +425,7 @@ def test_a_pass_that_ran_out_of_memory_can_be_tried_again(name: str) -> None:
     rows = [checked.acquire(checked.text(length)) for length in (4, 20, 9)]
     rounds(checked, rows, 1)
     lm = checked.lm
-    ours = lm.twin if isinstance(lm, NativeLM) else lm.view
+    ours = lm.twin if isinstance(lm, SnapshotLM) else lm.view
     calls = []
 
     def fail_once(*_: object) -> None:
@@ -433,7 +433,7 @@ def test_a_pass_that_ran_out_of_memory_can_be_tried_again(name: str) -> None:
         if len(calls) == 2:  # in the second layer of the only pass, or in the pass of the second row
             raise torch.OutOfMemoryError("no memory left")
 
-    modules = [ours] if isinstance(lm, NativeLM) else list(ours.base_model.layers)
+    modules = [ours] if isinstance(lm, SnapshotLM) else list(ours.base_model.layers)
     handles = [module.register_forward_pre_hook(fail_once) for module in modules]
     with pytest.raises(torch.OutOfMemoryError):
         lm.score([Tree.chain(checked.text(3)) for _ in rows], rows)

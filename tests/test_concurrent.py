@@ -302,7 +302,7 @@ def test_a_caller_gives_its_compute_threads_back(toy: Model) -> None:
     """Two sets of them on the same cores would sleep between two pieces of work, and passes take four times as long."""
     program = """
 import os, torch
-from outpace.worker import Worker
+from outpace.threads.worker import Worker
 torch.set_num_threads(2)
 worker, count = Worker(), lambda: len(os.listdir("/proc/self/task"))
 worker.call(lambda: None)

@@ -16,7 +16,7 @@ from outpace.core.engine import Engine
 from outpace.core.lm import LM, Scores
 from outpace.core.tree import Tree
 from outpace.errors import RequestFailed, UsageError
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.testing import ToyLM
 from outpace.tracing.trace import TraceWriter, read
 from tests.conftest import settings_of
@@ -27,7 +27,7 @@ PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5]
 class Poisoned(ToyLM):
     """Gives NaN for every position of a request that begins with 3, 13."""
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         outputs = super().forward(jobs, taps)
         for job, output in zip(jobs, outputs, strict=True):
             if (self.rows[job.row].tokens + job.pending)[:2] == [3, 13] and output.logits is not None:
@@ -55,8 +55,8 @@ class Overlapping(ToyLM):
         super().__init__()
         self.memory_of_scores = torch.zeros(512, self.vocab, dtype=torch.float64)
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
-        outputs, end = list[Output](), 0
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        outputs, end = list[SegmentOutput](), 0
         for output in super().forward(jobs, taps):
             if output.logits is not None:
                 start, end = end, end + len(output.logits)

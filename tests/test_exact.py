@@ -11,8 +11,8 @@ from outpace.api.load import wrap
 from outpace.api.model import Model
 from outpace.core.tree import Tree
 from outpace.errors import UnsupportedModel
-from outpace.models.hf.bitwise import ROWS, ExactLM, _cut, _passes
-from outpace.models.segment import Job
+from outpace.models.hf.bitwise import ROWS, BitwiseLM, _cut, _passes
+from outpace.models.segment import Segment
 from tests import tiny_models
 from tests.conftest import LOSSLESS as METHODS, settings_of
 
@@ -88,12 +88,12 @@ def test_a_model_that_mixes_rows_is_refused() -> None:
 
 
 def test_a_slice_of_it_is_exact_too(llama: Model) -> None:
-    assert isinstance(llama.lm.slice([0, 2]), ExactLM)  # type: ignore[attr-defined]
+    assert isinstance(llama.lm.slice([0, 2]), BitwiseLM)  # type: ignore[attr-defined]
 
 
 def test_jobs_are_cut_into_passes_of_one_size() -> None:
     tree = Tree.chain(list(range(30)))
-    jobs = [Job(0, 4, [1, 2, 3], tree), Job(1, 0, list(range(5))), Job(2, 7, [], tree, since=20)]
+    jobs = [Segment(0, 4, [1, 2, 3], tree), Segment(1, 0, list(range(5))), Segment(2, 7, [], tree, since=20)]
     passes = list(_passes(jobs))
     assert [sum(len(part.job.tokens) for part in parts) for parts in passes] == [ROWS, ROWS, ROWS]
     for index, job in enumerate(jobs):
@@ -105,6 +105,6 @@ def test_jobs_are_cut_into_passes_of_one_size() -> None:
 
 def test_a_cut_keeps_what_comes_before() -> None:
     tree = Tree([5, 6, 7, 8], [-1, 0, 0, 1])
-    part = _cut(Job(3, 10, [1, 2], tree), 1, 4)
+    part = _cut(Segment(3, 10, [1, 2], tree), 1, 4)
     assert (part.start, part.pending, part.since) == (11, [2], 0)
     assert part.tree is not None and part.tree.tokens == [5, 6]

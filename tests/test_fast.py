@@ -16,16 +16,16 @@ from outpace.core.tree import Tree
 from outpace.heads import store
 from outpace.heads.parallel import Text
 from outpace.models.compiled import packing
-from outpace.models.compiled.cpu import FastLM
+from outpace.models.compiled.cpu import CompiledLM
 from outpace.models.compiled.cuda_graph import GraphLM
 from outpace.models.compiled.layers import shortened
-from outpace.models.compiled.run_ahead import Ahead
+from outpace.models.compiled.run_ahead import RunAhead
 from outpace.models.hf.bf16_copies import linear
 from outpace.models.hf.int8 import Int8Linear, quantize
 from outpace.models.hf.lm import PackedLM
 from outpace.models.kernels import cpu
 from outpace.models.memory import weights
-from outpace.models.segment import Job
+from outpace.models.segment import Segment
 from tests import tiny_models
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -37,7 +37,7 @@ def fast(kind: str, device: str = "cpu") -> outpace.Model:
     model = tiny_models.MODELS[kind]().to(device, torch.float32)
     wrapped = outpace.wrap(model, eager=False)
     if (kind, device) != ("mixtral", "cuda"):  # experts may be more than a graph can hold
-        assert isinstance(wrapped.lm, GraphLM if device == "cuda" else FastLM)
+        assert isinstance(wrapped.lm, GraphLM if device == "cuda" else CompiledLM)
     return wrapped
 
 
@@ -61,7 +61,7 @@ def test_every_method_gives_the_tokens_of_eager_plain_decoding(kind: str, device
             assert [r.tokens for r in together] == plain
         assert quick.generate(PROMPTS[0], method="recycling", max_tokens=24, **settings).tokens == plain[0]
     if device == "cpu" or kind != "mixtral":
-        assert isinstance(quick.lm, FastLM) and quick.lm.most_tokens  # nothing made it give up
+        assert isinstance(quick.lm, CompiledLM) and quick.lm.most_tokens  # nothing made it give up
         parts = {model == id(quick.lm.quick) for model, _ in quick.lm._stages}
         assert parts == {True} if kind == "llama" else True in parts  # windows end within some of these trees
 
@@ -85,7 +85,7 @@ def test_a_cpu_pass_gives_the_same_bits_alone_and_in_a_tree() -> None:
 def test_weights_that_are_bfloat16_numbers_are_read_as_such_with_the_same_bits() -> None:
     model = tiny_models.MODELS["llama"]().to(torch.bfloat16).float()
     quick = outpace.wrap(model, eager=False).lm
-    assert isinstance(quick, FastLM) and 0 < quick.halves.bytes < weights(model)
+    assert isinstance(quick, CompiledLM) and 0 < quick.halves.bytes < weights(model)
     assert quick.memory(1).weights == weights(model) + quick.halves.bytes
     assert quick.slice([0]).halves is quick.halves  # type: ignore[attr-defined]
     assert shared("llama").lm.halves.bytes == 0  # type: ignore[attr-defined]  # random float32 would lose bits
@@ -103,7 +103,7 @@ def test_int8_is_a_model_of_its_own(device: str) -> None:
     model = quantize(tiny_models.MODELS["llama"]().float()).to(device)
     assert sum(isinstance(module, Int8Linear) for module in model.modules()) > 0
     quick, slow = outpace.wrap(model, eager=False), outpace.wrap(model, eager=True)
-    assert isinstance(quick.lm, GraphLM if device == "cuda" else FastLM)
+    assert isinstance(quick.lm, GraphLM if device == "cuda" else CompiledLM)
     plain = slow.generate(PROMPTS, method="plain", max_tokens=24)
     for method in ("plain", "recycling"):
         assert [r.tokens for r in quick.generate(PROMPTS, method=method, max_tokens=24)] == [r.tokens for r in plain]
@@ -124,9 +124,9 @@ def test_what_the_compiler_cannot_do_later_is_done_eagerly(monkeypatch: pytest.M
 
 def test_a_slice_has_its_own_compiled_passes() -> None:
     whole = shared("llama").lm
-    assert isinstance(whole, FastLM)
+    assert isinstance(whole, CompiledLM)
     part = whole.slice([0])
-    assert isinstance(part, FastLM) and whole.slice([0]) is part  # to compile it takes a while
+    assert isinstance(part, CompiledLM) and whole.slice([0]) is part  # to compile it takes a while
     assert type(whole.slice([0], eager=True)) is PackedLM
     eager = PackedLM(whole.model, [0])
     logits = []
@@ -141,15 +141,15 @@ def test_every_model_of_a_process_is_compiled() -> None:
     with torch._dynamo.config.patch(recompile_limit=1):
         for _ in range(2):
             lm = fast("llama").lm
-            assert isinstance(lm, FastLM)
+            assert isinstance(lm, CompiledLM)
             assert all(layer.kind.direct for layer in lm.quick.model.layers)
 
 
 def test_jobs_that_are_too_many_for_a_pass_go_in_several() -> None:
-    jobs = [Job(i, 0, [], Tree.chain([1] * size)) for i, size in enumerate([3, 4, 9, 2, 2, 2, 1])]
+    jobs = [Segment(i, 0, [], Tree.chain([1] * size)) for i, size in enumerate([3, 4, 9, 2, 2, 2, 1])]
     found = packing.parts(jobs, 8)
     assert [[job.row for job in part] for part in found] == [[0, 1], [2], [3, 4, 5, 6]]
-    many = [Job(i, 0, [], Tree([1])) for i in range(2 * packing.MOST_JOBS + 1)]
+    many = [Segment(i, 0, [], Tree([1])) for i in range(2 * packing.MOST_JOBS + 1)]
     assert [len(part) for part in packing.parts(many, 512)] == [packing.MOST_JOBS, packing.MOST_JOBS, 1]
 
 
@@ -189,8 +189,8 @@ def test_a_device_that_is_behind_is_told_what_was_meant() -> None:
 def test_plain_decoding_begins_its_passes_ahead(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     quick, slow = fast("llama", "cuda"), outpace.wrap(tiny_models.MODELS["llama"]().to("cuda", torch.float32))
     taken = []
-    take = Ahead.take
-    monkeypatch.setattr(Ahead, "take", lambda *given: taken.append(take(*given)) or taken[-1])
+    take = RunAhead.take
+    monkeypatch.setattr(RunAhead, "take", lambda *given: taken.append(take(*given)) or taken[-1])
     settings = [{"method": "plain", "max_tokens": 9 + 17 * i, "seed": i, **sampling} for i in range(9)]
     for again in range(2):
         texts = []

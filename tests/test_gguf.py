@@ -16,11 +16,11 @@ from outpace.api import demo_weights
 from outpace.api.model import Model
 from outpace.cli.common import app
 from outpace.core.tree import Tree
-from outpace.errors import CacheFull, Headless, OutpaceError, UnsupportedModel, UsageError
+from outpace.errors import CacheFull, HeadNotFound, OutpaceError, UnsupportedModel, UsageError
 from outpace.models.gguf import repack, tokenizer as reading
 from outpace.models.gguf.lm import ROWS, UNREAD, LlamaLM, Rows
 from outpace.models.gguf.repack import faster
-from outpace.models.gguf.runtime import BATCH, BF16, FEW, Entry, File, Runtime
+from outpace.models.gguf.runtime import BATCH, BF16, FEW, BatchEntry, File, Runtime
 from outpace.models.gguf.tokenizer import PROBES, LlamaTokenizer, tokenizer
 from outpace.text import encode
 from tests.conftest import LOSSLESS
@@ -113,10 +113,10 @@ def written(path: Path, kind: str, heads: int = 2) -> Path:
 def own_greedy(file: File, tokens: list[int], count: int) -> list[int]:
     """llama.cpp's own loop: one token at a time, the likeliest by its own sampler."""
     runtime, said = Runtime(file, 512), list[int]()
-    runtime.decode([Entry(token, i, [0], i == len(tokens) - 1) for i, token in enumerate(tokens)])
+    runtime.decode([BatchEntry(token, i, [0], i == len(tokens) - 1) for i, token in enumerate(tokens)])
     said.append(runtime.greedy(len(tokens) - 1))
     while len(said) < count and not file.tokens.is_eog(said[-1]):
-        runtime.decode([Entry(said[-1], len(tokens) + len(said) - 1, [0], True)])
+        runtime.decode([BatchEntry(said[-1], len(tokens) + len(said) - 1, [0], True)])
         said.append(runtime.greedy(0))
     return said
 
@@ -161,7 +161,7 @@ def test_residual_verification_and_rollouts(model: Model) -> None:
 
 @pytest.mark.parametrize("name", sorted(DEEP))
 def test_methods_that_need_more_say_so(name: str, model: Model) -> None:
-    with pytest.raises((Headless, UnsupportedModel), match=r"embeddings|hidden|layers"):
+    with pytest.raises((HeadNotFound, UnsupportedModel), match=r"embeddings|hidden|layers"):
         model.generate(TEXTS[0], method=name, max_tokens=4)
 
 
@@ -233,14 +233,14 @@ def test_reordered_weights_have_the_same_bits_in_calls_of_a_few(kind: str, tmp_p
 
 def test_a_pass_of_several_calls_says_what_each_of_them_said(tmp_path: Path) -> None:
     file = File(written(tmp_path / "model.gguf", "Q8_0"), together=FEW)
-    entries = [Entry(token, i, [0], i != 2) for i, token in enumerate([5, 6, 7, 8, 9, 10, 11])]
+    entries = [BatchEntry(token, i, [0], i != 2) for i, token in enumerate([5, 6, 7, 8, 9, 10, 11])]
     runtime, alone = Runtime(file, 256), Runtime(file, 256)
     runtime.decode(entries)
     for i, entry in enumerate(entries):
         alone.decode([entry])
         if entry.wanted:
             assert torch.equal(runtime.logits(i), alone.logits(0)) and runtime.greedy(i) == alone.greedy(0)
-    runtime.decode([Entry(1, 7, [0], True)])
+    runtime.decode([BatchEntry(1, 7, [0], True)])
     assert runtime.logits(0).argmax() == runtime.greedy(0)
 
 
@@ -297,13 +297,13 @@ def test_what_does_not_fit_is_refused_with_numbers(file: File) -> None:
 
 def test_logits_are_fetched_when_they_are_looked_at(file: File) -> None:
     runtime = Runtime(file, 256)
-    runtime.decode([Entry(token, i, [0], True) for i, token in enumerate([5, 6, 7])])
+    runtime.decode([BatchEntry(token, i, [0], True) for i, token in enumerate([5, 6, 7])])
     rows = Rows(runtime, [0, 1, 2])
     assert len(rows) == 3 and not rows.is_cuda and rows[-1].argmax() == runtime.greedy(2)
     assert rows.shape == (3, file.vocab) and torch.equal(rows[1:], torch.stack([rows[1], rows[2]]))
     assert torch.equal(torch.nn.functional.pad(rows, (0, 2), value=1.0)[:, :-2], rows[:])
     stale = Rows(runtime, [0])
-    runtime.decode([Entry(8, 3, [0], True)])
+    runtime.decode([BatchEntry(8, 3, [0], True)])
     with pytest.raises(AssertionError, match="before the next pass"):
         stale[0]
 

@@ -16,7 +16,7 @@ import torch
 from outpace.api.model import Model
 from outpace.core import stats
 from outpace.core.drafter import Drafter
-from outpace.core.lm import LM, Guess, Picks, Reference, Scores, Shape
+from outpace.core.lm import LM, DraftShape, DraftToken, Picks, Reference, Scores
 from outpace.core.policy import Policy
 from outpace.core.sequence import Limits, Sequence, Step
 from outpace.core.tree import Budget, Signal, Tree
@@ -25,12 +25,20 @@ from outpace.errors import CacheFull, UsageError
 from outpace.methods.auto import Auto, merge
 from outpace.methods.suffix import Suffix
 from outpace.models.cacheless import CachelessLM
-from outpace.models.segment import Job, Output
-from outpace.policies.controller.acceptance import LEVELS, Calibrator, Local, Memory, Proposal, kind, level
-from outpace.policies.controller.controller import PROBING, Goodput, State
+from outpace.models.segment import Segment, SegmentOutput
+from outpace.policies.controller.acceptance import (
+    LEVELS,
+    AcceptanceModel,
+    Proposal,
+    RequestBias,
+    RequestHistory,
+    kind,
+    level,
+)
+from outpace.policies.controller.controller import PROBING, Controller, RequestState
 from outpace.policies.controller.costs import FORMAT, SHORT, SIZES, Costs, identity, measure, of
-from outpace.policies.controller.selection import Guess as Node, Pass
-from outpace.policies.controller.timing import Drift, Meter, Recent, Watch
+from outpace.policies.controller.selection import PassOffer, RankedNode
+from outpace.policies.controller.timing import PassTimer, RecentMedian, Timing, TimingCorrection
 from outpace.sampling.sampler import Sampler
 from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
@@ -78,10 +86,10 @@ class Script(CachelessLM):
         self.clock.now += self.costs.seconds(new, len(trees), held / len(rows))
         return super().score(trees, rows, since, picks)
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
-        return [Output(self._says(job) if job.tree is not None else None, {}) for job in jobs]
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        return [SegmentOutput(self._says(job) if job.tree is not None else None, {}) for job in jobs]
 
-    def _says(self, job: Job) -> torch.Tensor:
+    def _says(self, job: Segment) -> torch.Tensor:
         tree, held = job.tree, self.rows[job.row].tokens + job.pending
         assert tree is not None
         logits = torch.zeros(len(tree) - job.since, self.vocab)
@@ -124,7 +132,7 @@ def chain(*chances: float) -> Tree:
 
 
 def kept(costs: Costs, trees: list[Tree], budget: Budget = WIDE, rows: int | None = None) -> list[Tree]:
-    policy = Goodput(costs=costs)
+    policy = Controller(costs=costs)
     seqs = [sequence(policy=policy) for _ in trees]
     return policy.prune(seqs, trees, [budget] * len(trees), rows or len(trees))
 
@@ -142,7 +150,7 @@ def test_costs_are_interpolated_and_never_fall() -> None:
     assert costs.seconds(1, 1, SHORT + 100) == pytest.approx(1.1) and costs.seconds(1, 1, 3) == 1.0
     by_token = replace(costs, each=0.002)
     assert by_token.seconds(5, 2, SHORT + 100) == pytest.approx(costs.seconds(5, 2) + 0.2 + 0.6)
-    assert Meter(by_token).prices(2, SHORT + 100)(3) == pytest.approx(by_token.seconds(5, 2, SHORT + 100))
+    assert Timing(by_token).prices(2, SHORT + 100)(3) == pytest.approx(by_token.seconds(5, 2, SHORT + 100))
     assert Costs(((1, 2.0),)).seconds(50) == 2.0
 
 
@@ -262,7 +270,7 @@ def test_what_costs_depend_on() -> None:
 
 
 def test_a_kind_that_was_seldom_seen_takes_after_its_like() -> None:
-    calibrator = Calibrator()
+    calibrator = AcceptanceModel()
     sure, unsure = kind("suffix", 0.9, 1), kind("suffix", 0.1, 1)
     assert calibrator.chance(sure) > 0.7 > 0.2 > calibrator.chance(unsure)
     assert calibrator.chance(kind("own", None, 1)) < 0.3  # of one that says nothing little is hoped
@@ -279,7 +287,7 @@ def test_a_kind_that_was_seldom_seen_takes_after_its_like() -> None:
 
 
 def test_a_request_is_as_others_are_until_it_shows_otherwise() -> None:
-    local = Local()
+    local = RequestBias()
     assert local.chance(0.3) == pytest.approx(0.3)
     local.learn(1, 1, 0.3)
     first = local.chance(0.3)
@@ -294,7 +302,7 @@ def test_a_request_is_as_others_are_until_it_shows_otherwise() -> None:
 
 
 def test_what_was_not_verified_is_judged_by_the_text() -> None:
-    calibrator, memory, tree = Calibrator(), Memory(), Tree([0])
+    calibrator, memory, tree = AcceptanceModel(), RequestHistory(), Tree([0])
     right = tree.add(0, 1, source="a")
     wrong = tree.add(0, 2, source="b")
     below = tree.add(right, 3, source="a")
@@ -314,7 +322,7 @@ def test_what_was_not_verified_is_judged_by_the_text() -> None:
 
 
 def test_the_levels_of_a_draft_model_are_judged_by_depth() -> None:
-    calibrator, memory, tree = Calibrator(), Memory(), Tree([0])
+    calibrator, memory, tree = AcceptanceModel(), RequestHistory(), Tree([0])
     for depth in range(3):
         tree.add(depth, 10 + depth, Signal(0.9, 0.1), source="draft")
     memory.add(Proposal(tree, [kind("draft", 0.9, 1)] * 4, [0.9] * 4), 4)
@@ -326,7 +334,7 @@ def test_the_levels_of_a_draft_model_are_judged_by_depth() -> None:
 
 
 def test_drift_follows_the_clock_by_size() -> None:
-    drift = Drift()
+    drift = TimingCorrection()
     assert drift.ratios() == pytest.approx([1.0] * len(drift.ratios()))
     for _ in range(20):
         drift.add(1, 2.0)
@@ -334,7 +342,7 @@ def test_drift_follows_the_clock_by_size() -> None:
     for _ in range(9):
         drift.add(8, 4.0)
     assert drift.ratios()[3] > 3.4 > 2.6 > drift.ratios()[0]
-    recent = Recent(3)
+    recent = RecentMedian(3)
     assert recent.get(5.0) == 5.0
     for value in (1.0, 9.0, 1.0):
         recent.add(value)
@@ -387,17 +395,17 @@ def test_what_was_drawn_from_a_law_is_not_dropped() -> None:
 
 
 def test_without_costs_it_is_the_drafters_own_budget() -> None:
-    policy = Goodput()
+    policy = Controller()
     seq = sequence(policy=policy)
     assert policy.budget(seq) == Suffix().shape
     tree = chain(0.1, 0.1, 0.1)
     assert policy.prune([seq], [tree], [Budget(2, 9)], 1)[0].tokens == [2, 10, 11]
     with pytest.raises(UsageError, match="margin"):
-        Goodput(margin=1.5)
+        Controller(margin=1.5)
 
 
 def test_room_for_guesses_is_shared_in_a_batch() -> None:
-    policy = Goodput(costs=CPU)
+    policy = Controller(costs=CPU)
     seq = sequence(Auto(), policy)
     assert policy.budgets([seq], 1)[0].nodes == Auto().shape.nodes
     assert policy.budgets([seq], 16)[0].nodes == 8
@@ -473,7 +481,7 @@ def test_unverified_guesses_teach(clock: Time) -> None:
     dear = Costs(((1, 1.0), (2, 2.5), (9, 2.6), (64, 9.0)))
     steps, model = run(Script(new(12) * 12, dear, clock), 30, method=Copies(), policy="auto")
     assert kept_at(steps, 0, 2) == 0 and kept_at(steps, 50, 100) > 5
-    policy = next(p for p in model._methods.values() if isinstance(p, Goodput))
+    policy = next(p for p in model._methods.values() if isinstance(p, Controller))
     assert policy._calibrator.chance(kind("", None, 1)) > 0.7
 
 
@@ -515,13 +523,15 @@ def test_a_draft_that_runs_on_by_itself_is_told_how_deep(clock: Time) -> None:
     text, asked = new(300), list[int]()
 
     class Chained(Script):
-        def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Any]) -> list[list[Guess]]:
+        def guess(
+            self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Any]
+        ) -> list[list[DraftToken]]:
             steps = shapes[0].depth
             asked.append(steps)
             self.clock.now += 0.05 * steps
             at = text.index(tokens[0]) + 1
             right = text[at : at + min(steps, 3)]  # the first three are right
-            return [[Guess(token, 0.9, i - 1) for i, token in enumerate(right + [7] * (steps - len(right)))]]
+            return [[DraftToken(token, 0.9, i - 1) for i, token in enumerate(right + [7] * (steps - len(right)))]]
 
     draft = Chained(text, FLAT, clock)
     steps, _ = run(Script(text, FLAT, clock), 8, method="draft", draft=draft, policy="auto")
@@ -572,10 +582,10 @@ def test_the_policy_that_goes_with_a_method(toy: Model, toy_draft: LM) -> None:
     def policy(**given: Any) -> type[Policy]:
         return type(toy.sequence(Request.of([1, 2], given)).policy)
 
-    assert policy() is policy(draft=toy_draft) is policy(method="suffix", policy="auto") is Goodput
+    assert policy() is policy(draft=toy_draft) is policy(method="suffix", policy="auto") is Controller
     assert policy(method="suffix") is policy(policy="fixed") is Policy
     assert toy.generate([1, 2], max_tokens=4).method == "auto"
-    own = Goodput()
+    own = Controller()
     toy.generate([1, 2], method="ngram", policy=own, max_tokens=2)
     assert own.costs is toy.costs
 
@@ -636,10 +646,10 @@ def test_decisions_are_in_the_trace(traced: Path, toy: Model) -> None:
 
 
 def test_what_a_pass_that_begins_ahead_saves() -> None:
-    meter, seq = Meter(Costs(((1, 2.0), (8, 4.0)))), sequence()
+    meter, seq = Timing(Costs(((1, 2.0), (8, 4.0)))), sequence()
     assert meter.exposed(2.0, 1) == pytest.approx(0.1)  # a guess, before any was seen
     for ahead, spent in ((False, 3.0), (True, 2.4)) * 9:
-        meter.start(Watch(seq, 0, 0, 1, ahead), 1, 0)
+        meter.start(PassTimer(seq, 0, 0, 1, ahead), 1, 0)
         seq.stats.passes += 1
         seq.stats.seconds["score"] = seq.stats.seconds.get("score", 0.0) + spent
         meter.read()
@@ -647,10 +657,10 @@ def test_what_a_pass_that_begins_ahead_saves() -> None:
 
 
 def test_guesses_that_are_worth_less_than_what_waiting_for_them_costs_are_left_out() -> None:
-    order = [Node(0.5, 0, 1), Node(0.2, 0, 2)]
+    order = [RankedNode(0.5, 0, 1), RankedNode(0.2, 0, 2)]
 
     def taken(exposed: float, forced: tuple[float, ...] = ()) -> int:
-        return Pass(1, lambda guesses: 1 + 0.1 * guesses, 0.01, exposed).choose(order, 0.0, forced).taken
+        return PassOffer(1, lambda guesses: 1 + 0.1 * guesses, 0.01, exposed).choose(order, 0.0, forced).taken
 
     assert taken(0.0) == 2 and taken(0.3) == 2 and taken(0.6) == 0
     assert taken(0.6, forced=(0.5,)) == 2  # the pass is waited for in any case
@@ -658,7 +668,7 @@ def test_guesses_that_are_worth_less_than_what_waiting_for_them_costs_are_left_o
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_requests_rest_together_and_longer_where_asking_keeps_passes_from_beginning_ahead(overlaps: bool) -> None:
-    policy = Goodput(costs=Costs(((1, 1.0), (64, 30.0))))
+    policy = Controller(costs=Costs(((1, 1.0), (64, 30.0))))
     policy._meter.asking.add(0.01)
     seqs = [sequence(policy=policy) for _ in range(4)]
     asked: list[list[int]] = [[] for _ in seqs]
@@ -669,7 +679,7 @@ def test_requests_rest_together_and_longer_where_asking_keeps_passes_from_beginn
         budgets = policy.budgets(there, len(there))
         for seq, budget, passes in zip(there, budgets, asked, strict=False):
             passes += [now] * (budget.depth > 0)
-            assert policy.rests(seq) == (seq.memory(policy, State).rest.left > 0)
+            assert policy.rests(seq) == (seq.memory(policy, RequestState).rest.left > 0)
         policy.prune(there, [chain(0.001) if b.depth else Tree([2]) for b in budgets], budgets, len(there))
     late = [[now for now in passes if now >= 100] for passes in asked]
     assert all(found == late[0] for found in late)

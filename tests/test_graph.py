@@ -16,10 +16,10 @@ from outpace.api.request import Request
 from outpace.core.engine import Engine
 from outpace.core.tree import Tree
 from outpace.models.compiled import captured, cuda_graph
-from outpace.models.compiled.captured import COLUMNS, FOUND, Captured, Left, Size
-from outpace.models.compiled.cpu import FastLM
+from outpace.models.compiled.captured import COLUMNS, FOUND, CapturedPass, GraphKey, GraphOutputs
+from outpace.models.compiled.cpu import CompiledLM
 from outpace.models.compiled.cuda_graph import GraphLM
-from outpace.models.compiled.run_ahead import Ahead, Doubt
+from outpace.models.compiled.run_ahead import RunAhead, RunAheadGate
 from outpace.models.hf.lm import PackedLM
 from outpace.models.kernels import cpu, sample_filtered
 from outpace.sampling.sampler import Pick
@@ -55,9 +55,9 @@ class Rerun:
 
     function: Any
     read: torch.Tensor
-    left: Left
+    left: GraphOutputs
 
-    def __call__(self) -> Left:
+    def __call__(self) -> GraphOutputs:
         found = self.function()
         for there, here in zip((self.left.logits, self.left.chosen), (found.logits, found.chosen), strict=True):
             there.copy_(here)
@@ -68,23 +68,23 @@ class Rerun:
 class Graphless(GraphLM):
     """A model that believes it runs as graphs."""
 
-    def __init__(self, fast: FastLM):
+    def __init__(self, fast: CompiledLM):
         self.__dict__.update(fast.__dict__)
         self._graphs, self._generation, self.graph_memory = OrderedDict(), self.cache.generation, None
-        self._last, self._ahead, self._doubt = None, Ahead(), Doubt()
+        self._last, self._ahead, self._doubt = None, RunAhead(), RunAheadGate()
         self.capture_seconds, self.most_tokens = 0.0, 512
         self.sent = 0
 
     @torch.no_grad()
-    def _capture(self, size: Size) -> Captured:
+    def _capture(self, size: GraphKey) -> CapturedPass:
         staging = Unpinned(size.tokens * COLUMNS + size.slots * 4, self.device)
-        left = Left(
+        left = GraphOutputs(
             torch.zeros(size.tokens, self.vocab), None, {}, torch.zeros(FOUND, size.tokens, dtype=torch.float64)
         )
         rerun = Rerun(
             torch.no_grad()(self._program(size, staging.given, None)), torch.zeros(FOUND, size.tokens).double(), left
         )
-        return Captured(rerun, staging, None, rerun.read, size)  # type: ignore[arg-type]
+        return CapturedPass(rerun, staging, None, rerun.read, size)  # type: ignore[arg-type]
 
     def _send(self, *given: Any) -> bool:
         self.sent += 1
@@ -92,14 +92,14 @@ class Graphless(GraphLM):
 
 
 @pytest.fixture(scope="module")
-def fast() -> FastLM:
+def fast() -> CompiledLM:
     found = outpace.wrap(tiny_models.MODELS["llama"]().float(), eager=False).lm
-    assert isinstance(found, FastLM)
+    assert isinstance(found, CompiledLM)
     return found
 
 
 @pytest.fixture
-def model(fast: FastLM, monkeypatch: pytest.MonkeyPatch) -> Model:
+def model(fast: CompiledLM, monkeypatch: pytest.MonkeyPatch) -> Model:
     monkeypatch.setattr(torch.cuda, "Event", Instant)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

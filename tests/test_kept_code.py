@@ -11,7 +11,7 @@ import torch
 
 import outpace
 from outpace.models.compiled import code_cache, layers
-from outpace.models.compiled.cpu import FastLM
+from outpace.models.compiled.cpu import CompiledLM
 from outpace.models.kernels import cpu
 from tests import tiny_models
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def fast(kind: str = "llama") -> outpace.Model:
     model = outpace.wrap(tiny_models.MODELS[kind]().float(), eager=False)
-    assert isinstance(model.lm, FastLM)
+    assert isinstance(model.lm, CompiledLM)
     return model
 
 
@@ -35,8 +35,8 @@ def texts(model: outpace.Model) -> list[list[int]]:
     return [c.tokens for c in model.generate(PROMPTS, method="recycling", temperature=0.9, max_tokens=16)]
 
 
-def kinds(model: outpace.Model) -> list[layers.Kind]:
-    assert isinstance(model.lm, FastLM)
+def kinds(model: outpace.Model) -> list[layers.LayerKind]:
+    assert isinstance(model.lm, CompiledLM)
     return model.lm.layer_kinds
 
 
@@ -49,7 +49,7 @@ def test_code_is_compiled_once(kind: str, folder: Path, monkeypatch: pytest.Monk
     first = fast(kind)
     expected, count = texts(first), len(kinds(first))
     assert len(list(folder.iterdir())) == count and not any(k.kept for k in kinds(first))
-    monkeypatch.setattr(layers.Kind, "backend", never)
+    monkeypatch.setattr(layers.LayerKind, "backend", never)
     again = fast(kind)
     assert all(k.kept and k.direct for k in kinds(again)) and len(kinds(again)) == count
     assert texts(again) == expected
@@ -91,7 +91,7 @@ def test_code_that_gives_wrong_numbers_is_thrown_away(folder: Path, monkeypatch:
     expected = texts(fast())
     load = code_cache.load
 
-    def off(place: Path) -> code_cache.Code | None:
+    def off(place: Path) -> code_cache.CachedLayerCode | None:
         found = load(place)
         return None if found is None else found._replace(call=lambda *given: [found.call(*given)[0] * 1.5])
 

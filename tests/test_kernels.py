@@ -18,8 +18,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outpace.models.kernels import attention, linear, sample, sample_filtered, triton_runtime
-from outpace.models.kernels.attention import Config, Rule, Seen
-from outpace.models.kernels.linear import Bytes, Matrices
+from outpace.models.kernels.attention import AttentionTiles, KernelRule, PassVisibility
+from outpace.models.kernels.linear import Bytes, SharedInputMatrices
 from outpace.sampling import noise
 from outpace.sampling.sampler import Sampler
 from outpace.sampling.settings import Sampling
@@ -44,7 +44,7 @@ def words_of(parents: list[int], count: int) -> list[list[int]]:
 
 def scene(
     jobs: list[tuple[int, int, int]], heads: tuple[int, int, int], words: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Seen]:
+) -> tuple[Tensor, Tensor, Tensor, PassVisibility]:
     """Jobs of (pending tokens, tree nodes, committed entries): each a chain, and a random tree below it."""
     rng, (of, kv, dim) = random.Random(0), heads
     torch.manual_seed(0)
@@ -63,13 +63,13 @@ def scene(
         pool[base : base + prefix + fed + nodes] = torch.randn(prefix + fed + nodes, 3, kv, dim)
     bits += [[-1] * words] * 2  # two tokens of no job
     positions += [0, 0]
-    seen = Seen(*(torch.tensor(part, device=DEVICE) for part in (table, bits, positions)))
+    seen = PassVisibility(*(torch.tensor(part, device=DEVICE) for part in (table, bits, positions)))
     q = torch.randn(len(bits), of, dim).to(DEVICE, dtype)
     pool = pool.to(DEVICE, dtype)
     return q, pool[:, 0], pool[:, 2], seen
 
 
-def dense(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, rule: Rule) -> Tensor:
+def dense(q: Tensor, keys: Tensor, values: Tensor, seen: PassVisibility, rule: KernelRule) -> Tensor:
     """The same, query by query."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     q, keys, values = q.double().cpu(), keys.double().cpu(), values.double().cpu()
@@ -115,8 +115,8 @@ def test_attention(name: str, splits: int | None, dtype: torch.dtype) -> None:
     case = {"heads": (4, 2, 16), "words": 1, "window": 0, "softcap": 0.0, "sinks": False, **CASES[name]}
     q, keys, values, seen = scene(case["jobs"], case["heads"], case["words"], dtype)
     sinks = torch.randn(q.shape[1]).to(DEVICE, dtype) if case["sinks"] else None
-    rule = Rule(q.shape[2] ** -0.5, case["window"], case["softcap"], sinks)
-    config = None if splits is None else Config(16, 16 * min(splits, 2), splits)
+    rule = KernelRule(q.shape[2] ** -0.5, case["window"], case["softcap"], sinks)
+    config = None if splits is None else AttentionTiles(16, 16 * min(splits, 2), splits)
     found = attention.launch(q, keys, values, seen, rule, config)
     torch.testing.assert_close(found.double().cpu(), dense(q, keys, values, seen, rule), atol=ERROR[dtype], rtol=0)
     assert not found[-2:].any()
@@ -125,16 +125,16 @@ def test_attention(name: str, splits: int | None, dtype: torch.dtype) -> None:
 def test_attention_keeps_what_is_not_a_number() -> None:
     q, keys, values, seen = scene([(1, 2, 40), (1, 2, 40)], (2, 1, 16), 1, torch.float32)
     keys[5] = math.nan
-    found = attention.attend(q, keys, values, seen, Rule(0.25))
+    found = attention.attend(q, keys, values, seen, KernelRule(0.25))
     assert found[:3].isnan().all() and found[3:].isfinite().all()
 
 
 def test_attention_of_a_token_that_sees_nothing() -> None:
     q, keys, values, seen = scene([(2, 0, 0)], (2, 1, 16), 1, torch.float32)
     seen.bits[1] = 0
-    assert not attention.attend(q, keys, values, seen, Rule(0.25))[1].any()
+    assert not attention.attend(q, keys, values, seen, KernelRule(0.25))[1].any()
     with pytest.raises(ValueError):
-        attention.attend(q.double(), keys.double(), values.double(), seen, Rule(0.25))
+        attention.attend(q.double(), keys.double(), values.double(), seen, KernelRule(0.25))
 
 
 def test_attention_plans_follow_shapes() -> None:
@@ -147,12 +147,20 @@ def test_attention_plans_follow_shapes() -> None:
 
 def test_attention_leaves_its_counters_as_they_were() -> None:
     scenes = [([(1, 2, 50)], (4, 2, 16)), ([(9, 20, 33), (1, 0, 90)], (4, 1, 16)), ([(1, 0, 3)], (2, 2, 80))]
-    cuts = [Config(16, 16, 2), Config(128, 32, 9), Config(32, 16, 3), Config(16, 64, 17), Config(64, 16, 1)]
+    cuts = [
+        AttentionTiles(16, 16, 2),
+        AttentionTiles(128, 32, 9),
+        AttentionTiles(32, 16, 3),
+        AttentionTiles(16, 64, 17),
+        AttentionTiles(64, 16, 1),
+    ]
     for (jobs, heads), cut in zip(scenes + scenes[:2], cuts, strict=True):  # one after the other, in one workspace
         q, keys, values, seen = scene(jobs, heads, 1, torch.float32)
-        found = attention.launch(q, keys, values, seen, Rule(0.25), cut)
-        torch.testing.assert_close(found.double().cpu(), dense(q, keys, values, seen, Rule(0.25)), atol=2e-5, rtol=0)
-        assert torch.equal(found, attention.launch(q, keys, values, seen, Rule(0.25), cut))
+        found = attention.launch(q, keys, values, seen, KernelRule(0.25), cut)
+        torch.testing.assert_close(
+            found.double().cpu(), dense(q, keys, values, seen, KernelRule(0.25)), atol=2e-5, rtol=0
+        )
+        assert torch.equal(found, attention.launch(q, keys, values, seen, KernelRule(0.25), cut))
         assert not triton_runtime.counters(q.device, 1).any()
 
 
@@ -160,11 +168,13 @@ def test_attention_of_no_job_is_zero_wherever_its_tokens_are() -> None:
     for splits in (1, 3):
         q, keys, values, seen = scene([(2, 3, 20), (9, 0, 7), (1, 2, 40)], (4, 1, 16), 1, torch.float32)
         seen.jobs[1] = 0  # its nine tokens are between those of others, and one job less needs all tiles
-        found = attention.launch(q, keys, values, seen, Rule(0.25), Config(16, 16, splits))
-        torch.testing.assert_close(found.double().cpu(), dense(q, keys, values, seen, Rule(0.25)), atol=2e-5, rtol=0)
+        found = attention.launch(q, keys, values, seen, KernelRule(0.25), AttentionTiles(16, 16, splits))
+        torch.testing.assert_close(
+            found.double().cpu(), dense(q, keys, values, seen, KernelRule(0.25)), atol=2e-5, rtol=0
+        )
         assert not found[5:14].any() and found[:5].any() and found[14:17].any()
-        one = Seen(seen.jobs[:1], *seen[1:])
-        assert not attention.launch(q, keys, values, one, Rule(0.25), Config(16, 16, splits))[5:].any()
+        one = PassVisibility(seen.jobs[:1], *seen[1:])
+        assert not attention.launch(q, keys, values, one, KernelRule(0.25), AttentionTiles(16, 16, splits))[5:].any()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter has an order")
@@ -177,9 +187,9 @@ def test_who_arrives_last_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
     def run() -> list[Tensor]:
-        mixed = attention.launch(*args, Rule(0.25), Config(16, 16, 5))
-        given_ = Matrices(weights, [], [x[0, :40], None])
-        return [mixed, *linear.launch(x, given_, linear.Config(16, 16, 4))]
+        mixed = attention.launch(*args, KernelRule(0.25), AttentionTiles(16, 16, 5))
+        given_ = SharedInputMatrices(weights, [], [x[0, :40], None])
+        return [mixed, *linear.launch(x, given_, linear.LinearTiles(16, 16, 4))]
 
     want, place = run(), type(builder).set_grid_idx
 
@@ -201,17 +211,17 @@ def rows_of(t: int, k: int, sizes: list[int], dtype: torch.dtype) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("config", [None, linear.Config(16, 32), linear.Config(32, 16, 3)], ids=str)
+@pytest.mark.parametrize("config", [None, linear.LinearTiles(16, 32), linear.LinearTiles(32, 16, 3)], ids=str)
 @pytest.mark.parametrize(
     ("t", "k", "sizes"),
     [(1, 64, [48]), (3, 40, [33, 7]), (8, 96, [64, 16, 16]), (17, 70, [1, 50, 3, 20]), (64, 33, [40])],
 )
-def test_linears(t: int, k: int, sizes: list[int], config: linear.Config | None, dtype: torch.dtype) -> None:
+def test_linears(t: int, k: int, sizes: list[int], config: linear.LinearTiles | None, dtype: torch.dtype) -> None:
     x, weights = rows_of(t, k, sizes, dtype)
     biases = [torch.randn(n).to(x) if i % 2 == 0 else None for i, n in enumerate(sizes)]
     short = [(w.float() * 127 / w.float().abs().max()).round().to(torch.int8) for w in weights]
     scales = [(0.5 + torch.rand(n).to(DEVICE)) * k**-0.5 / 40 for n in sizes]
-    for given_ in (Matrices(weights, [], biases), Matrices(short, scales, biases)):
+    for given_ in (SharedInputMatrices(weights, [], biases), SharedInputMatrices(short, scales, biases)):
         found = linear.launch(x, given_, config)
         for i, (out, w, b) in enumerate(zip(found, given_.weights, biases, strict=True)):
             want = x.double() @ w.double().T * (given_.scales[i].double() if given_.scales else 1)
@@ -232,10 +242,10 @@ def test_every_int8_number_is_itself(rows: int) -> None:
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_row_does_not_depend_on_the_others(split: int, dtype: torch.dtype) -> None:
     x, weights = rows_of(16, 96, [40, 24], dtype)
-    config = linear.Config(16, 32, split)
-    whole = linear.launch(x, Matrices(weights, [], [None, None]), config)
+    config = linear.LinearTiles(16, 32, split)
+    whole = linear.launch(x, SharedInputMatrices(weights, [], [None, None]), config)
     for t in (1, 3, 8, 15):
-        part = linear.launch(x[:t], Matrices(weights, [], [None, None]), config)
+        part = linear.launch(x[:t], SharedInputMatrices(weights, [], [None, None]), config)
         assert all(torch.equal(a, b[:t]) for a, b in zip(part, whole, strict=True))
     strided = torch.cat([x, x], 1)[:, :96]
     first, second = (linear.linears(given_, weights, [], [None, None])[0] for given_ in (strided, x))
@@ -254,10 +264,10 @@ def test_linears_leave_their_counters_as_they_were() -> None:
         ):
             x, weights = rows_of(t, k, sizes, torch.float32)
             biases = [w[:, 0].contiguous() for w in weights]
-            found = linear.launch(x, Matrices(weights, [], biases), linear.Config(16, 16, split))
+            found = linear.launch(x, SharedInputMatrices(weights, [], biases), linear.LinearTiles(16, 16, split))
             for out, w, b in zip(found, weights, biases, strict=True):
                 torch.testing.assert_close(out, x @ w.T + b, atol=2e-5, rtol=2e-5)
-            again = linear.launch(x, Matrices(weights, [], biases), linear.Config(16, 16, split))
+            again = linear.launch(x, SharedInputMatrices(weights, [], biases), linear.LinearTiles(16, 16, split))
             assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
             assert triton_runtime.counters(x.device, 1) is first and not first.any()
 
@@ -457,7 +467,7 @@ def test_operators_compile_into_one_graph() -> None:
     _, weights = rows_of(3, 32, [40], torch.float32)
 
     def step(words: Tensor, heat: Tensor) -> Tensor:
-        mixed = attention.attend(q, keys, values, seen, Rule(0.25)).flatten(1)
+        mixed = attention.attend(q, keys, values, seen, KernelRule(0.25)).flatten(1)
         (logits,) = linear.linears(mixed, weights, [], [None])
         return sample.choose(logits, words, heat)[0]
 
@@ -472,7 +482,7 @@ def test_operators_are_captured() -> None:
     args = torch.randn(8, 5000, device=DEVICE), words_at(0, list(range(8))), torch.ones(8, device=DEVICE)
 
     def step() -> list[Tensor]:
-        mixed = attention.attend(q, keys, values, seen, Rule(0.125))
+        mixed = attention.attend(q, keys, values, seen, KernelRule(0.125))
         return [mixed, *linear.linears(x, weights, [], [None, None]), *sample.choose(*args)]
 
     want, graph = step(), torch.cuda.CUDAGraph()

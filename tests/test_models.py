@@ -15,7 +15,7 @@ from outpace import Tree, UnsupportedModel, UsageError, registry
 from outpace.drafting.slim_search import Layered
 from outpace.models.adapt import adapt
 from outpace.models.hf.lm import PackedLM
-from outpace.models.hf.snapshot import NativeLM
+from outpace.models.hf.snapshot import SnapshotLM
 from tests.tiny_models import GROUPED, MODELS, NATIVE, PACKED, SHAPE, VOCAB, blurred, build
 
 TREE = Tree([7, 8, 9, 10, 11, 12, 13], [-1, 0, 0, 1, 1, 2, 3])  # two branches, one of which branches again
@@ -78,7 +78,7 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_plain_decoding_equals_transformers(name: str):
     model, ours = tiny(name), wrapped(name)
-    assert isinstance(ours.lm, PackedLM if name in PACKED else NativeLM)
+    assert isinstance(ours.lm, PackedLM if name in PACKED else SnapshotLM)
     expected = [transformers_greedy(model, prompt, 40) for prompt in PROMPTS]
     assert len({token for found in expected for token in found}) >= 15  # text that repeats itself would prove little
     assert ours.generate(PROMPTS[0], method="plain", max_tokens=40).tokens == expected[0]
@@ -383,14 +383,14 @@ def test_a_pass_that_runs_out_of_memory_is_repeated_without_drafts(name: str, mo
 
 def test_a_draft_with_a_recurrent_state_is_not_fed_its_prompt_again(monkeypatch: pytest.MonkeyPatch):
     ours, draft = wrapped("qwen3_5"), outpace.wrap(blurred(tiny("qwen3_5"), 0.5))
-    feed, fed = NativeLM._feed, 0
+    feed, fed = SnapshotLM._feed, 0
 
     def counting(self, cache, tokens, keep=None):
         nonlocal fed
         fed += len(tokens) if self is draft.lm else 0
         return feed(self, cache, tokens, keep)
 
-    monkeypatch.setattr(NativeLM, "_feed", counting)
+    monkeypatch.setattr(SnapshotLM, "_feed", counting)
     prompt = text(200)
     found = ours.generate(prompt, method="draft", draft=draft, depth=3, max_tokens=24)
     assert 0 < found.stats.accepted < found.stats.drafted

@@ -19,10 +19,10 @@ from outpace.core.drafter import Drafter
 from outpace.core.lm import LM, Scores
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Budget, Tree
-from outpace.drafting.model_drafter import Growth
+from outpace.drafting.model_drafter import TreeGrowth
 from outpace.errors import UsageError
 from outpace.methods.draft import Draft
-from outpace.models import slots
+from outpace.models import segment
 from outpace.models.hf import attention, cache
 from outpace.sampling import noise, sampler as sample
 from outpace.sampling.sampler import Sampler
@@ -32,9 +32,9 @@ from outpace.verifiers import residual
 from outpace.verify import distribution as law, judge
 from outpace.verify.expected import expected_law
 from outpace.verify.lossy import is_right, kl_divergence
-from outpace.verify.plan import Plan, Subject
+from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check
-from outpace.verify.suite import Question, answered, questions, subjects_of
+from outpace.verify.suite import PlannedCheck, answered, questions, subjects_of
 from tests import tiny_models
 from tests.conftest import LOSSLESS, settings_of
 
@@ -48,9 +48,9 @@ def llama() -> Model:
     return wrap(tiny_models.build("llama", torch.float32, num_key_value_heads=2))
 
 
-def asked(model: Model, subjects: list[Subject], **plan: Any) -> list[Question]:
+def asked(model: Model, subjects: list[Subject], **plan: Any) -> list[PlannedCheck]:
     given = {"max_tokens": 20, "sampling": WARM, "samples": 150, "contexts": 1, **plan}
-    return questions(Plan(model, PROMPTS, **given), subjects, transformers=True)
+    return questions(VerifyPlan(model, PROMPTS, **given), subjects, transformers=True)
 
 
 def check(model: Model, subject: Subject, **plan: Any) -> dict[str, Check]:
@@ -58,7 +58,7 @@ def check(model: Model, subject: Subject, **plan: Any) -> dict[str, Check]:
     return named(asked(model, [subject], **plan))
 
 
-def named(questions: list[Question]) -> dict[str, Check]:
+def named(questions: list[PlannedCheck]) -> dict[str, Check]:
     return {f"{c.subject}: {c.name}": c for c in answered(questions)}
 
 
@@ -70,14 +70,14 @@ def failures(found: dict[str, Check]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def every(llama: Model) -> list[Question]:
+def every(llama: Model) -> list[PlannedCheck]:
     """About all methods, as `outpace verify` asks: what plain decoding says is computed once."""
     draft = llama.lm.slice([0, 1])  # type: ignore[attr-defined]
     return asked(llama, [Subject(name, settings_of(name, draft)) for name in LOSSLESS])
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_every_lossless_method_passes_on_a_transformers_model(name: str, every: list[Question]) -> None:
+def test_every_lossless_method_passes_on_a_transformers_model(name: str, every: list[PlannedCheck]) -> None:
     found = named([question for question in every if question.subject == name])
     assert not failures(found), failures(found)
     assert len(found) == (5 if name == "plain" else 6) and all(done.verdict == "pass" for done in found.values())
@@ -114,7 +114,7 @@ class Biased(residual.Residual):
     """Rejection without the residual: after a rejection it draws from the whole law again."""
 
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
-        chance, path, start = residual.Keyed(seq, [0]), [ROOT], len(seq.tokens)
+        chance, path, start = residual.KeyedRandom(seq, [0]), [ROOT], len(seq.tokens)
         while True:
             node = path[-1]
             law = seq.sampler.law(scores.logits[node], seq.tokens)
@@ -155,7 +155,7 @@ class Claiming(Draft):
 
     def _children(self, growth: Any, node: int, logits: Tensor) -> Any:
         super()._children(growth, node, logits)  # leaves the law in the tree
-        greedy = Growth(replace_sampler(growth.seq), growth.budget, growth.scored, growth.reach)
+        greedy = TreeGrowth(replace_sampler(growth.seq), growth.budget, growth.scored, growth.reach)
         return super()._children(greedy, node, logits)
 
 
@@ -183,7 +183,7 @@ def test_a_wrong_acceptance_rule(toy: Model, toy_draft: LM) -> None:
 def test_a_wrong_mask(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention._mask
 
-    def siblings_see_each_other(job: slots.Job, window: int | None) -> Tensor:
+    def siblings_see_each_other(job: segment.Segment, window: int | None) -> Tensor:
         mask = right(job, window)
         return mask if job.tree is None else mask | (torch.arange(job.end) >= job.start + len(job.pending))
 
@@ -192,18 +192,18 @@ def test_a_wrong_mask(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_position_that_is_off_by_one(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = slots.Job.positions.fget  # type: ignore[attr-defined]
+    right = segment.Segment.positions.fget  # type: ignore[attr-defined]
 
-    def shifted(job: slots.Job) -> list[int]:
+    def shifted(job: segment.Segment) -> list[int]:
         return [p + (i > len(job.pending)) for i, p in enumerate(right(job))]
 
-    monkeypatch.setattr(slots.Job, "positions", property(shifted))
+    monkeypatch.setattr(segment.Segment, "positions", property(shifted))
     caught(llama, {"method": "recycling", "nodes": 12}, "greedy = plain")
 
 
 def test_a_position_that_is_wrong_in_plain_decoding_too(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = slots.Job.positions.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(slots.Job, "positions", property(lambda job: [p + (p > 9) for p in right(job)]))
+    right = segment.Segment.positions.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(segment.Segment, "positions", property(lambda job: [p + (p > 9) for p in right(job)]))
     found = check(llama, Subject("ngram", {"method": "ngram"}))
     assert {"plain: every token", "plain: greedy = Transformers"} <= failures(found)
 
@@ -275,7 +275,7 @@ def test_a_near_tie_is_a_tie_and_a_clear_lead_is_a_bug() -> None:
 
 
 def test_an_answer_that_ends_early_is_never_a_tie(toy: Model) -> None:
-    plan = Plan(toy, PROMPTS, max_tokens=8)
+    plan = VerifyPlan(toy, PROMPTS, max_tokens=8)
     whole = toy.generate(PROMPTS[0], method="plain", max_tokens=8)
     found = plan.judge.between(plan.answer(whole, 0, Sampling()), whole.tokens[:5])
     assert found is not None and not found.explained and (found.position, found.got) == (5, -1)
@@ -397,6 +397,6 @@ def test_methods_are_found_by_name(toy: Model, toy_draft: LM) -> None:
 )
 def test_a_plan_that_proves_nothing_is_refused(plan: dict[str, Any], toy: Model) -> None:
     with pytest.raises(UsageError):
-        Plan(toy, PROMPTS, **plan)
+        VerifyPlan(toy, PROMPTS, **plan)
     with pytest.raises(UsageError):
-        Plan(toy, [])
+        VerifyPlan(toy, [])

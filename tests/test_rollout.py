@@ -19,15 +19,15 @@ from outpace.api.rollouts import Rollout, merged
 from outpace.core.lm import LM
 from outpace.errors import UsageError
 from outpace.heads import store
-from outpace.models.compiled.cpu import FastLM
-from outpace.models.hf.bf16_copies import Halves
+from outpace.models.compiled.cpu import CompiledLM
+from outpace.models.hf.bf16_copies import Bf16Copies
 from outpace.models.hf.lm import PackedLM
 from outpace.models.kernels import cpu
 from outpace.sampling.settings import Sampling
 from outpace.testing import ByteTokenizer, ToyLM
 from outpace.verify.distribution import sampled_law
 from outpace.verify.expected import expected_law
-from outpace.verify.plan import Plan, Subject
+from outpace.verify.plan import Subject, VerifyPlan
 from tests.tiny_models import GROUPED, build
 
 PROMPTS = [[1, 2, 3, 1, 2], list(range(20))]
@@ -126,7 +126,7 @@ def test_residual_keeps_the_law_over_a_head(kind: str, options: dict[str, Any]) 
     known = torch.tensor([0, 2, 3, 5, 6]) if given.pop("ids", False) else None
     head = store.fresh(kind, model.lm, known, own_output=True)
     subject = Subject(kind, {"method": kind, "head": head, "depth": 2, "verifier": "residual", **given})
-    plan = Plan(model, LONG, samples=400, contexts=1, sampling=Sampling(temperature=1.5, top_p=0.95, seed=2))
+    plan = VerifyPlan(model, LONG, samples=400, contexts=1, sampling=Sampling(temperature=1.5, top_p=0.95, seed=2))
     found = sampled_law(plan, subject)
     assert found.verdict == "pass", found.summary
     assert found.figures["tests"] >= 3
@@ -176,7 +176,7 @@ def test_copies_in_half_the_bytes_are_known_to_be_stale() -> None:
     with torch.no_grad():
         for weight in layer.parameters():
             weight.copy_(weight.to(torch.bfloat16))
-    short, halves = nn.Sequential(*layer), Halves()
+    short, halves = nn.Sequential(*layer), Bf16Copies()
     halves.shorten(short)
     assert halves.bytes and not halves.stale(layer)
     with torch.no_grad():
@@ -184,7 +184,7 @@ def test_copies_in_half_the_bytes_are_known_to_be_stale() -> None:
     assert halves.stale(layer) and not halves.stale(layer[:1])
     layer[0].weight.data = layer[0].weight.data.clone()
     assert halves.stale(layer[:1])
-    assert not Halves().stale(layer)
+    assert not Bf16Copies().stale(layer)
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
@@ -195,7 +195,7 @@ def test_compiled_passes_do_not_read_old_weights() -> None:
             weight.copy_(weight.to(torch.bfloat16))
     packed = PackedLM.fitting(model)
     assert packed is not None
-    quick = FastLM(packed)  # nothing is compiled before its first pass
+    quick = CompiledLM(packed)  # nothing is compiled before its first pass
     quick.refresh()
     assert quick.halves.bytes and quick.most_tokens
     with torch.no_grad():

@@ -31,12 +31,12 @@ from outpace.errors import RequestFailed, UsageError
 from outpace.sampling.noise import WORD, gumbel, keys, mix, uniform, words, words_of
 from outpace.sampling.processors import (
     Banned,
+    Constraints,
     CountPenalty,
-    Custom,
+    CustomProcessor,
     LogitBias,
     MinTokens,
     RepetitionPenalty,
-    Rules,
     build,
 )
 from outpace.sampling.sampler import Processor, Sampler
@@ -267,7 +267,7 @@ def test_processors_are_pure() -> None:
         CountPenalty(0.5, 0.5, 1),
         MinTokens(9, 1, (0,)),
         Banned(((3,), (1, 2))),
-        Custom(lambda ids, scores: scores.mul_(2)),
+        CustomProcessor(lambda ids, scores: scores.mul_(2)),
     ]
     logits, kept, prefix = random_logits(0), random_logits(0), [4, 1, 1]
     for process in every:
@@ -284,27 +284,29 @@ def test_custom_is_called_as_transformers_does() -> None:
         return scores + ids.sum()
 
     logits = random_logits(0)
-    assert torch.equal(Custom(function)([1, 2, 3], logits), logits + 6)
+    assert torch.equal(CustomProcessor(function)([1, 2, 3], logits), logits + 6)
 
 
 def test_build_makes_only_what_is_asked() -> None:
-    assert build(Sampling(), Rules(), start=3, vocab=VOCAB) == []
+    assert build(Sampling(), Constraints(), start=3, vocab=VOCAB) == []
     grammar = LogitBias({0: 1.0})
     sampling = Sampling(
         repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2, logit_bias={1: 1.0}, temperature=1.0
     )
-    rules = Rules(min_tokens=4, stops=(2,), banned=((1, 2),), custom=(lambda ids, scores: scores,), grammar=grammar)
+    rules = Constraints(
+        min_tokens=4, stops=(2,), banned=((1, 2),), custom=(lambda ids, scores: scores,), grammar=grammar
+    )
     built = build(sampling, rules, start=3, vocab=VOCAB)
-    kinds = {RepetitionPenalty, CountPenalty, LogitBias, Banned, MinTokens, Custom}
+    kinds = {RepetitionPenalty, CountPenalty, LogitBias, Banned, MinTokens, CustomProcessor}
     assert {type(x) for x in built} == kinds and len(built) == 7
     assert built[-1] is grammar and MinTokens(4, 3, (2,)) in built and CountPenalty(0.1, 0.2, 3) in built
 
 
 def test_build_checks_ids() -> None:
     with pytest.raises(UsageError, match="logit_bias: token 11"):
-        build(Sampling(logit_bias={VOCAB: 1.0}), Rules(), 0, VOCAB)
+        build(Sampling(logit_bias={VOCAB: 1.0}), Constraints(), 0, VOCAB)
     with pytest.raises(UsageError, match="banned: token -1"):
-        build(Sampling(), Rules(banned=((1, -1),)), 0, VOCAB)
+        build(Sampling(), Constraints(banned=((1, -1),)), 0, VOCAB)
 
 
 # Choices
@@ -349,7 +351,7 @@ def test_same_seed_same_choice() -> None:
 )
 def test_choices_follow_softmax(sampling: Sampling) -> None:
     logits, prefix = random_logits(3) / 2, [1, 4]
-    processors = build(sampling, Rules(), 1, VOCAB)
+    processors = build(sampling, Constraints(), 1, VOCAB)
     warped = _processed(sampling, prefix, logits).softmax(-1).tolist()
     law = Sampler(sampling, processors).law(logits, prefix)
     torch.testing.assert_close(law, torch.tensor(warped, dtype=torch.float64), rtol=1e-9, atol=1e-12)

@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 import outpace
 from outpace import registry
-from outpace.advise.rank import Candidate, replay
+from outpace.advise.rank import MethodChoice, replay
 from outpace.advise.recording import record
 from outpace.api.model import Model
 from outpace.api.request import Request
 from outpace.cli.common import app
 from outpace.core.tree import Tree
-from outpace.drafting.layer_search import Probe, Sample, agreement, gain, parse, spell, tokens_per_pass, without
+from outpace.drafting.layer_search import LayerProbe, ProbeText, agreement, gain, parse, spell, tokens_per_pass, without
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.models.adapt import adapt
 from outpace.models.cacheless import CachelessLM
@@ -30,8 +30,8 @@ from outpace.models.early_exit import EarlyLM
 from outpace.models.hf import checkpoint
 from outpace.models.hf.cache import SlotCache
 from outpace.models.hf.lm import PackedLM
-from outpace.models.hf.snapshot import NativeLM
-from outpace.models.segment import Begun, Job
+from outpace.models.hf.snapshot import SnapshotLM
+from outpace.models.segment import PartialPass, Segment
 from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
 from tests.test_models import PROMPTS, assert_same, only_layers, text, tiny, tokens, transformers_logits, wrapped
@@ -89,7 +89,7 @@ class Evaluations:
         self.times: Counter[tuple[int, tuple[int, ...]]] = Counter()
         write = SlotCache.write
 
-        def counted(cache: SlotCache, layer: int, key: Any, value: Any, jobs: list[Job]) -> None:
+        def counted(cache: SlotCache, layer: int, key: Any, value: Any, jobs: list[Segment]) -> None:
             if cache is lm.cache:
                 for job in jobs:
                     self.add(lm, layer, job)
@@ -97,7 +97,7 @@ class Evaluations:
 
         monkeypatch.setattr(SlotCache, "write", counted)
 
-    def add(self, lm: PackedLM, layer: int, job: Job) -> None:
+    def add(self, lm: PackedLM, layer: int, job: Segment) -> None:
         row = lm.rows[job.row]
         held = (row.tokens + row.pending)[: job.start]
         for i in range(len(job.pending)):
@@ -178,7 +178,7 @@ def test_a_pass_that_breaks_off_is_computed_anew(monkeypatch: pytest.MonkeyPatch
     plain = ours.generate(PROMPTS[0], method="plain", max_tokens=24).tokens
     resume, calls = PackedLM.resume, []
 
-    def breaks(lm: PackedLM, jobs: list[Job]) -> Any:
+    def breaks(lm: PackedLM, jobs: list[Segment]) -> Any:
         calls.append(jobs)
         found = resume(lm, jobs)
         if len(calls) % 3 == 1:
@@ -191,17 +191,17 @@ def test_a_pass_that_breaks_off_is_computed_anew(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_job_is_put_in_the_order_of_what_was_begun():
-    begun = Begun(Tree([1, 2, 3, 4], [-1, 0, 0, 2]), 2, torch.arange(5.0)[:, None])  # one pending token
-    job = Job(0, 10, [9], Tree([1, 5, 3, 2, 4], [-1, 0, 0, 1, 2])).resume(begun)
+    begun = PartialPass(Tree([1, 2, 3, 4], [-1, 0, 0, 2]), 2, torch.arange(5.0)[:, None])  # one pending token
+    job = Segment(0, 10, [9], Tree([1, 5, 3, 2, 4], [-1, 0, 0, 1, 2])).resume(begun)
     assert job.resumed is not None and job.tree is not None
     assert job.tree.tokens == [1, 3, 4, 5, 2] and job.tree.parents == [-1, 0, 1, 0, 3]
     assert job.resumed.nodes == [0, 2, 3] and job.resumed.order == [0, 3, 1, 4, 2]
     assert job.resumed.states.flatten().tolist() == [0.0, 1.0, 3.0, 4.0]
     fresh = job.fresh()
     assert fresh is not None and (fresh.start, fresh.since, fresh.tokens) == (11, 3, [5, 2])
-    other = Job(0, 10, [9], Tree([8])).resume(begun)  # another root: only what was pending is known
+    other = Segment(0, 10, [9], Tree([8])).resume(begun)  # another root: only what was pending is known
     assert other.resumed is not None and other.resumed.nodes == [] and len(other.resumed.states) == 1
-    whole = Job(0, 10, [9], begun.tree).resume(begun)
+    whole = Segment(0, 10, [9], begun.tree).resume(begun)
     assert whole.fresh() is None
 
 
@@ -211,7 +211,7 @@ def test_a_job_is_put_in_the_order_of_what_was_begun():
 @pytest.mark.parametrize("name", NATIVE)
 def test_models_with_a_cache_of_their_own_leave_layers_out(name: str):
     lm = adapt(tiny(name))
-    assert isinstance(lm, NativeLM) and lm.stack == 3 and lm.early(1) is None
+    assert isinstance(lm, SnapshotLM) and lm.stack == 3 and lm.early(1) is None
     with pytest.raises(UsageError, match="the first among them"):
         lm.slice([1, 2])
     assert_same(*(part.reference().native(PROMPTS[1], 4) for part in (lm.slice([0, 1, 2]), lm)))
@@ -254,8 +254,8 @@ def test_what_guesses_are_worth():
 def test_a_probe_of_an_answer_tells_what_a_run_will_do(depth: int):
     ours = wrapped("llama")
     plain = ours.generate(PROMPTS, method="plain", max_tokens=30)
-    samples = [Sample(p + c.tokens, len(p) - 1) for p, c in zip(PROMPTS, plain, strict=True)]
-    probe = Probe(ours.lm, samples)
+    samples = [ProbeText(p + c.tokens, len(p) - 1) for p, c in zip(PROMPTS, plain, strict=True)]
+    probe = LayerProbe(ours.lm, samples)
     assert [choices[:30] for choices in probe.wanted] == tokens(plain)
     for matches, options in (
         (probe.exit(2), {"method": "layerskip", "exit": 2}),
@@ -279,18 +279,18 @@ def deep(idle: tuple[int, ...], layers: int = 8) -> outpace.Model:
 
 
 def test_layers_that_do_nothing_are_found():
-    probe = Probe(deep((3, 4)).lm, [Sample(text(40, 1))])
+    probe = LayerProbe(deep((3, 4)).lm, [ProbeText(text(40, 1))])
     assert probe.block(2) == [3, 4] and probe.block(1) in ([3], [4])
     assert agreement(probe.kept(without(8, [3, 4]))) == 1.0 > agreement(probe.kept(without(8, [1, 2])))
     assert probe.best_count(4, 4) == 2
-    apart = Probe(deep((2, 5)).lm, [Sample(text(40, 1)), Sample(text(20, 2))])
+    apart = LayerProbe(deep((2, 5)).lm, [ProbeText(text(40, 1)), ProbeText(text(20, 2))])
     assert apart.search(2) == [2, 5]
     found, block = (agreement(apart.kept(without(8, gone))) for gone in (apart.search(2), apart.block(2)))
     assert found > block
 
 
 def test_the_exit_is_where_nothing_comes_after():
-    probe = Probe(deep((4, 5, 6, 7)).lm, [Sample(text(40, 1))])
+    probe = LayerProbe(deep((4, 5, 6, 7)).lm, [ProbeText(text(40, 1))])
     assert agreement(probe.exit(4)) == 1.0 > agreement(probe.exit(2))
     assert probe.best_exit(4) == 4
 
@@ -299,7 +299,7 @@ def test_exits_of_models_that_cannot_resume_are_those_of_slices():
     lm = adapt(tiny("llama"))
     exact = outpace.wrap(tiny("llama"), exact=True).lm
     assert exact.early(1) is None and lm.early(1) is not None
-    assert Probe(exact, [Sample(PROMPTS[0])]).exit(2) == Probe(lm, [Sample(PROMPTS[0])]).exit(2)
+    assert LayerProbe(exact, [ProbeText(PROMPTS[0])]).exit(2) == LayerProbe(lm, [ProbeText(PROMPTS[0])]).exit(2)
 
 
 def test_layers_are_chosen_on_the_first_prompt():
@@ -372,7 +372,7 @@ def test_one_drafter_serves_several_targets():
 def test_advice_replays_them_with_the_layers_themselves(method: str, toy: Model):
     prompts = [[1, 2, 3, 1, 2], list(range(30))]
     recordings = record(toy, prompts, 16, Sampling(), lambda: None)
-    found = replay(toy, recordings, Candidate(method), {}, Sampling())
+    found = replay(toy, recordings, MethodChoice(method), {}, Sampling())
     live = toy.generate(prompts[0], method=registry.method(method), max_tokens=16).stats
     assert found.stats.tokens == 32 and found.work[0].passes.total() == live.passes
 
@@ -450,7 +450,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_the_benchmark_on_a_tiny_model(tmp_path: Path):
     module = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "self_speculation.py"))
-    probe = Probe(deep((3, 4)).lm, [Sample(text(30, 1), 5)])
+    probe = LayerProbe(deep((3, 4)).lm, [ProbeText(text(30, 1), 5)])
     found = list(module["points"](module["Probes"](probe, probe, 3), [2, 7], [1, 2], [2], lambda: None))
     assert [point.kind for point in found] == ["exit", "exit", "block", "block", "search"]
     assert found[3].agreement == 1.0 and found[3].layers == "0-2+5-7"  # these two do nothing

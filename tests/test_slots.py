@@ -17,23 +17,23 @@ import outpace
 from outpace import registry
 from outpace.api.model import Model
 from outpace.api.request import Request
-from outpace.core.lm import Ends
+from outpace.core.lm import Embeddings
 from outpace.core.sequence import Sequence
 from outpace.core.tree import Budget, Tree
 from outpace.drafting import head_drafter, model_drafter, parallel_trees
-from outpace.drafting.candidates import outlooks
-from outpace.drafting.head_drafter import Slotted
+from outpace.drafting.candidates import ranked_candidates
+from outpace.drafting.head_drafter import ParallelDrafter
 from outpace.drafting.linked_heads import LinkedLM
-from outpace.errors import Headless, UsageError
+from outpace.errors import HeadNotFound, UsageError
 from outpace.heads import store
 from outpace.heads.base import Head
-from outpace.heads.block import Block
+from outpace.heads.block import BlockHead
 from outpace.heads.parallel import Parallel, Text
-from outpace.models.head_lm import FedFast, fed
+from outpace.models.head_lm import CompiledHeadLM, adapt_head
 from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
 from outpace.verify.distribution import sampled_law
-from outpace.verify.plan import Plan, Subject
+from outpace.verify.plan import Subject, VerifyPlan
 from tests.test_branch import paths
 from tests.tiny_models import GROUPED, build
 
@@ -63,7 +63,7 @@ def chances(seq: Sequence, logits: Tensor, width: int) -> list[dict[int, float]]
     """Of each slot, what its first tokens are worth."""
     found = []
     for slot, row in enumerate(logits):
-        (seen,) = outlooks(seq, row[None], [seq.tokens + [0] * slot], width)
+        (seen,) = ranked_candidates(seq, row[None], [seq.tokens + [0] * slot], width)
         found.append(dict(zip(seen.tokens, seen.chances, strict=True)))
     return found
 
@@ -142,7 +142,7 @@ def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
 @pytest.mark.parametrize("kind", ["medusa", "block"])
 def test_the_law_is_kept_under_residual(kind: str) -> None:
     model = Model(ToyLM(vocab=12))
-    plan = Plan(model, [[1, 2, 3]], max_tokens=5, sampling=Sampling(temperature=1.0), samples=300, contexts=1)
+    plan = VerifyPlan(model, [[1, 2, 3]], max_tokens=5, sampling=Sampling(temperature=1.0), samples=300, contexts=1)
     check = sampled_law(plan, Subject(kind, {"method": kind, "head": "random", "verifier": "residual"}))
     assert check.verdict == "pass", check.detail
 
@@ -209,7 +209,7 @@ def test_settings_of_heads() -> None:
     assert store.fresh("block", lm).spec.taps == (1, 2, 3)
     assert store.fresh("block", lm, layers=2).spec.taps == (1, 3)
     assert store.fresh("medusa", lm, rank=4, steps=3).spec.taps == (6,)
-    with pytest.raises(Headless, match="no medusa head"):
+    with pytest.raises(HeadNotFound, match="no medusa head"):
         target().generate([1, 2, 3], method="medusa")
     with pytest.raises(UsageError, match="is of the kind 'medusa', not 'block'"):
         target().generate([1, 2, 3], method="block", head=head_of("medusa"))
@@ -221,7 +221,7 @@ def test_settings_of_heads() -> None:
 
 def test_angles_keep_their_precision_in_a_smaller_one() -> None:
     lm = ToyLM()
-    lm.ends = Ends(lm.embed.bfloat16(), lm.head.T.bfloat16())
+    lm.ends = Embeddings(lm.embed.bfloat16(), lm.head.T.bfloat16())
     for kind in KINDS:
         head = store.fresh(kind, lm)
         assert {weight.dtype for weight in head.parameters()} == {torch.bfloat16}
@@ -258,7 +258,7 @@ class Heard:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.said: list[tuple[list[int], list[int], Tensor]] = []  # text, guesses after it, [vocab]
-        grow, add = parallel_trees.grow, model_drafter.Growing._grow
+        grow, add = parallel_trees.grow, model_drafter.ModelDrafter._grow
 
         def grown(seq: Sequence, logits: Tensor, budget: Budget, ranks: Any = ()) -> Tree:
             self.said += [(list(seq.tokens), [None] * i, row.clone()) for i, row in enumerate(logits)]  # type: ignore[list-item]
@@ -270,7 +270,7 @@ class Heard:
             return add(this, growing, logits)
 
         monkeypatch.setattr(head_drafter.parallel_trees, "grow", grown)
-        monkeypatch.setattr(model_drafter.Growing, "_grow", added)
+        monkeypatch.setattr(model_drafter.ModelDrafter, "_grow", added)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *LINKED])
@@ -309,7 +309,7 @@ def test_a_context_that_was_kept_is_one_that_was_read_anew() -> None:
 
 def test_blocks_start_at_columns_that_are_drawn() -> None:
     head = head_of("block")
-    assert isinstance(head, Block)
+    assert isinstance(head, BlockHead)
     text = [i * 5 % 97 for i in range(40)]
     tokens, hidden = (
         torch.tensor([text, text[::-1]]),
@@ -345,13 +345,13 @@ def test_all_of_a_head_learns_and_nothing_of_the_target(kind: str) -> None:
 @pytest.mark.parametrize("kind", LINKED)
 def test_levels_that_nobody_looks_at(kind: str, shape: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees that grow without the host are those that are asked for level by level."""
-    head, grown, propose = head_of(kind), list[list[Tree]](), Slotted.propose_batch
+    head, grown, propose = head_of(kind), list[list[Tree]](), ParallelDrafter.propose_batch
 
-    def noted(self: Slotted, *given: Any) -> list[Tree]:
+    def noted(self: ParallelDrafter, *given: Any) -> list[Tree]:
         grown[-1].extend(trees := propose(self, *given))
         return trees
 
-    monkeypatch.setattr(Slotted, "propose_batch", noted)
+    monkeypatch.setattr(ParallelDrafter, "propose_batch", noted)
     for quickly in (True, False):
         grown.append([])
         if not quickly:
@@ -404,7 +404,7 @@ def test_medusa_begins_as_the_target_itself() -> None:
 def test_recursive_heads_run_compiled(kind: str) -> None:
     model = outpace.wrap(build("llama", torch.float32, **GROUPED))
     head: Any = store.fresh(kind, model.lm, torch.arange(3, 90, 2))  # it can say some tokens only
-    assert isinstance(fed(head, compiled=True), FedFast)
+    assert isinstance(adapt_head(head, compiled=True), CompiledHeadLM)
 
 
 # Wrapped by other methods

@@ -19,7 +19,7 @@ from outpace import Drafter, Model, Piece, Sequence
 from outpace.core.tree import Budget, Tree
 from outpace.errors import UsageError
 from outpace.testing import ByteTokenizer, ToyLM
-from outpace.text import Detokenizer, Span, TextStream, encode, is_chat, is_ids
+from outpace.text import Detokenizer, TextSpan, TextStream, encode, is_chat, is_ids
 
 steady = settings(derandomize=True, deadline=None, max_examples=150)
 LINES = [
@@ -210,11 +210,11 @@ def watch(tokenizer: Any, tokens: Seq[int], stops: Seq[str], min_tokens: int = 0
     return Ending(stream.text, pushed, stream.stopped)
 
 
-def joined(spans: Seq[Span]) -> str:
+def joined(spans: Seq[TextSpan]) -> str:
     return "".join(span.text for span in spans)
 
 
-def check_spans(spans: Seq[Span], sizes: Seq[int]) -> None:
+def check_spans(spans: Seq[TextSpan], sizes: Seq[int]) -> None:
     """Every span names the token that completed it; `sizes` is how much text there was after each token."""
     end = 0
     for span in spans:

@@ -18,7 +18,7 @@ from outpace.errors import OutpaceError
 from outpace.policies.judged import examples
 from outpace.policies.learned import Learned
 from outpace.testing import ByteTokenizer, ToyLM
-from outpace.tracing.trace import Pass, TraceWriter, read, reason
+from outpace.tracing.trace import PassRecord, TraceWriter, read, reason
 from outpace.version import __version__
 
 PROMPTS = ["ab ab ab ab", "the cat, the cat"]
@@ -111,7 +111,7 @@ def test_reasons_in_words() -> None:
     judged = {"node": 1, "choice": 0.75, "children": {"3": 0.25}}
     common = {"request": 0, "at": 1.0, "rows": 1, "seconds": {}, "by": ["", *["x"] * 5]}
     shape = {"tokens": [0, 1, 2, 3, 4, 5], "parents": [-1, 0, 0, 1, 2, 3]}
-    record = Pass.of({**common, **shape, "path": [0, 1], "committed": [1, 9], "judged": [judged]})
+    record = PassRecord.of({**common, **shape, "path": [0, 1], "committed": [1, 9], "judged": [judged]})
     pieces = {1: "one", 9: " nine"}
     assert reason(record, 0, pieces) == "the root: committed by the pass before"
     assert reason(record, 1, pieces) == "accepted: the target chose it"
@@ -119,7 +119,7 @@ def test_reasons_in_words() -> None:
     assert reason(record, 3, pieces) == "rejected: the target chose ' nine' (probability 0.250 against 0.750)"
     assert reason(record, 4, pieces) == reason(record, 5, pieces) == "never judged: a token before it was rejected"
     assert reason(record, 2, {}) == "rejected: the target chose 'token 1'"
-    ended = Pass.of({**common, **shape, "path": [0, 1], "committed": [1]})
+    ended = PassRecord.of({**common, **shape, "path": [0, 1], "committed": [1]})
     assert reason(ended, 3, pieces) == "never judged: the request had ended"
 
 

@@ -26,11 +26,11 @@ from outpace.api.model import Model
 from outpace.cli.common import app
 from outpace.errors import OutpaceError, UsageError
 from outpace.heads import store
-from outpace.heads.base import Guessed
+from outpace.heads.base import ChainStepOutput
 from outpace.train import checkpoint, log, plot, settings, validate
 from outpace.train.data.batches import Batch
-from outpace.train.data.records import Record
-from outpace.train.distributed import World
+from outpace.train.data.records import TextRecord
+from outpace.train.distributed import Distributed
 from outpace.train.loop import Loop, rate
 from outpace.train.recipes import exits, heads
 from outpace.train.recipes.whole import DraftRecipe, LayerSkipRecipe
@@ -86,11 +86,11 @@ def small(*_: object, **__: object) -> Model:
     return wrap(build("llama", torch.float32, **GROUPED, vocab_size=68, num_hidden_layers=1, initializer_range=0.1))
 
 
-def recorded(text: list[int], prompt: int = PROMPT) -> Record:
-    return Record(torch.tensor(text, dtype=torch.int32), prompt)
+def recorded(text: list[int], prompt: int = PROMPT) -> TextRecord:
+    return TextRecord(torch.tensor(text, dtype=torch.int32), prompt)
 
 
-def run(loop: Loop) -> list[log.Point]:
+def run(loop: Loop) -> list[log.LogPoint]:
     return list(loop.run())
 
 
@@ -105,7 +105,7 @@ def test_a_wrong_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown setting of mtp 'rotation'"):
         settings.make("mtp", {"rotation": 4})
     with pytest.raises(UsageError, match="of layerskip, not of mtp"):
-        settings.Settings(kind="mtp", rotation=4)
+        settings.TrainingSettings(kind="mtp", rotation=4)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,14 @@ def test_a_head_that_knows_the_target_loses_nothing(
     ids = torch.arange(VOCAB) if recipe.head.ids is None else recipe.head.ids
     anchors = torch.tensor([[2, 5, 7, 13, 20, 22]]).expand(3, -1)  # columns, as a head of blocks has them
 
-    def knowing(tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor) -> list[Guessed]:
+    def knowing(tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor) -> list[ChainStepOutput]:
         assert hidden.shape == (3, len(texts[0]), 32)
         ats = [anchors + 1 + step for step in range(steps)]
         rows = torch.arange(3)[:, None]
         return [
-            Guessed(logits[rows, at.clamp(max=logits.shape[1] - 1)][..., ids].requires_grad_(), at, nn.Identity())
+            ChainStepOutput(
+                logits[rows, at.clamp(max=logits.shape[1] - 1)][..., ids].requires_grad_(), at, nn.Identity()
+            )
             for at in ats
         ]
 
@@ -486,7 +488,7 @@ def test_accumulated_batches_are_one_large_batch(toy: Model, folder: Path) -> No
 
 def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchrun would start them; this process is the first."""
-    alone = toy_training.shared_run(tmp_path, World())
+    alone = toy_training.shared_run(tmp_path, Distributed())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -496,7 +498,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("outpace.train.distributed.PATIENCE", timedelta(seconds=90))
-    world = World.join("cpu")
+    world = Distributed.join("cpu")
     try:
         together = toy_training.shared_run(tmp_path, world)
         assert other.wait(60) == 0
@@ -513,16 +515,16 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_process_without_a_row_computes_for_nothing(said: list[list[int]]) -> None:
     batch = batch_of([said[0], said[1][:9], said[2]])
-    parts = [World(rank, 4).part(batch) for rank in range(4)]
+    parts = [Distributed(rank, 4).part(batch) for rank in range(4)]
     assert [len(part.tokens) for part, _ in parts] == [1, 1, 1, 1]
     assert [count for _, count in parts] == [20, 5, 20, 0]
-    assert World(1, 2).part(batch)[0].tokens.tolist() == batch.tokens[1:2].tolist()
+    assert Distributed(1, 2).part(batch)[0].tokens.tolist() == batch.tokens[1:2].tolist()
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     """Let the engine measure these tokens per pass."""
     given = iter(values)
-    monkeypatch.setattr("outpace.train.loop.measure", lambda *_: validate.Figures(next(given), 0.5, [0.5]))
+    monkeypatch.setattr("outpace.train.loop.measure", lambda *_: validate.ValidationFigures(next(given), 0.5, [0.5]))
 
 
 def test_early_stop_keeps_the_best(toy: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from outpace.prompts.training import Shard
 from outpace.testing import ByteTokenizer, ToyLM
 from outpace.train.data import generate, self_written
 from outpace.train.data.batches import batches, collate, plan
-from outpace.train.data.generate import Progress, Settings, Writing, answer, write
-from outpace.train.data.records import Record, read
+from outpace.train.data.generate import GenerationSettings, Progress, Writing, answer, write
+from outpace.train.data.records import RecordFile, TextRecord, read
 from tests.test_docs import blocks
 from tests.tiny_tokenizers import sentencepiece, tiktoken
 
@@ -50,8 +50,8 @@ def ask(*texts: str) -> list[Prompt]:
 
 
 ASKED = ask("the dog", "a fox", "def add", "over the lazy", "2024", "café")
-BRIEF = Settings(max_tokens=5, method="plain", rows=2)
-WRITING = Settings(max_tokens=4, method="plain", rows=3, writing=Writing(max_tokens=8))
+BRIEF = GenerationSettings(max_tokens=5, method="plain", rows=2)
+WRITING = GenerationSettings(max_tokens=4, method="plain", rows=3, writing=Writing(max_tokens=8))
 
 
 class Stop:
@@ -127,8 +127,10 @@ def test_shards() -> None:
 # Answers.
 
 
-@pytest.mark.parametrize("settings", [BRIEF, Settings(max_tokens=6, temperature=0.9, top_p=0.9, seed=3, rows=4)])
-def test_answers_are_those_that_the_model_gives_each_prompt_alone(settings: Settings, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [BRIEF, GenerationSettings(max_tokens=6, temperature=0.9, top_p=0.9, seed=3, rows=4)]
+)
+def test_answers_are_those_that_the_model_gives_each_prompt_alone(settings: GenerationSettings, tmp_path: Path) -> None:
     model, path = chatty(), tmp_path / "d.jsonl"
     made = answer(model, ASKED, path, settings)
     found = texts(path)
@@ -147,7 +149,7 @@ def test_sampled_answers_to_one_text_differ_by_seed(tmp_path: Path) -> None:
     found = []
     for seed in (0, 0, 1):
         path = tmp_path / f"{len(found)}.jsonl"
-        answer(chatty(), ASKED, path, Settings(max_tokens=6, temperature=1.0, seed=seed, method="plain"))
+        answer(chatty(), ASKED, path, GenerationSettings(max_tokens=6, temperature=1.0, seed=seed, method="plain"))
         found.append(texts(path))
     assert found[0] == found[1] != found[2]
 
@@ -201,7 +203,7 @@ def test_workers_share_the_prompts(tmp_path: Path) -> None:
     answer(chatty(), ASKED, whole, BRIEF)
     parts = [tmp_path / f"{i}.jsonl" for i in (1, 2, 3, 4)]
     for i, path in enumerate(parts, start=1):
-        answer(chatty(), ASKED, path, Settings(max_tokens=5, method="plain", shard=Shard(i, 4)))
+        answer(chatty(), ASKED, path, GenerationSettings(max_tokens=5, method="plain", shard=Shard(i, 4)))
     assert [len(read(path)) for path in parts] == [2, 2, 1, 1]
     assert {r.id for r in read(parts)} == set(texts(whole))
     assert all(texts(whole)[name] == found for path in parts for name, found in texts(path).items())
@@ -210,14 +212,14 @@ def test_workers_share_the_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (chatty(), Settings(max_tokens=6), "max_tokens=5, not 6"),
-        (chatty(), Settings(max_tokens=5, temperature=0.5), "temperature=0.0, not 0.5"),
-        (chatty(), Settings(max_tokens=5, writing=Writing(system="x")), "writing="),
+        (chatty(), GenerationSettings(max_tokens=6), "max_tokens=5, not 6"),
+        (chatty(), GenerationSettings(max_tokens=5, temperature=0.5), "temperature=0.0, not 0.5"),
+        (chatty(), GenerationSettings(max_tokens=5, writing=Writing(system="x")), "writing="),
         (chatty(name="other"), BRIEF, "model name='chatty', not 'other'"),
         (chatty(seed=1), BRIEF, "model weights="),
     ],
 )
-def test_another_law_is_refused(model: Model, settings: Settings, message: str, tmp_path: Path) -> None:
+def test_another_law_is_refused(model: Model, settings: GenerationSettings, message: str, tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     answer(chatty(), ASKED[:2], path, BRIEF)
     before = path.read_bytes()
@@ -229,7 +231,7 @@ def test_another_law_is_refused(model: Model, settings: Settings, message: str, 
 def test_what_changes_no_text_may_change(tmp_path: Path) -> None:
     path, whole = tmp_path / "d.jsonl", tmp_path / "whole.jsonl"
     answer(chatty(), ASKED[:2], path, BRIEF)
-    answer(chatty(), ASKED, path, Settings(max_tokens=5, method="ngram", rows=7, longest_prompt=99))
+    answer(chatty(), ASKED, path, GenerationSettings(max_tokens=5, method="ngram", rows=7, longest_prompt=99))
     answer(chatty(), ASKED, whole, BRIEF)
     assert texts(path) == texts(whole)
 
@@ -253,7 +255,7 @@ def test_a_header_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
 def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     with (
-        generate.Kept(path, generate._header(chatty(), BRIEF)),
+        RecordFile(path, generate._header(chatty(), BRIEF)),
         pytest.raises(UsageError, match="another process is writing"),
     ):
         answer(chatty(), ASKED, path, BRIEF)
@@ -261,7 +263,7 @@ def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
-    path, settings = tmp_path / "d.jsonl", Settings(max_tokens=4, longest_prompt=40, method="plain")
+    path, settings = tmp_path / "d.jsonl", GenerationSettings(max_tokens=4, longest_prompt=40, method="plain")
     made = answer(chatty(), [*ASKED[:1], *ask("long " * 60)], path, settings)
     assert made.answers == 1 and made.skipped == {"the prompt is too long: raise longest_prompt": 1}
     with pytest.raises(OutpaceError, match="no prompt was answered: the prompt is too long"):
@@ -270,7 +272,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> N
 
 def test_only_lossless_methods_write_data(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose a lossless method"):
-        answer(chatty(), ASKED, tmp_path / "d.jsonl", Settings(method="via_sd"))
+        answer(chatty(), ASKED, tmp_path / "d.jsonl", GenerationSettings(method="via_sd"))
     assert not (tmp_path / "d.jsonl").exists()
 
 
@@ -312,7 +314,12 @@ def test_writing_is_continued_as_if_it_had_not_stopped(after: int, tmp_path: Pat
 def test_workers_write_different_prompts(tmp_path: Path) -> None:
     paths = [tmp_path / f"{i}.jsonl" for i in (1, 2)]
     for i, path in enumerate(paths, start=1):
-        write(chatty(), 5, path, Settings(max_tokens=3, method="plain", shard=Shard(i, 2), writing=WRITING.writing))
+        write(
+            chatty(),
+            5,
+            path,
+            GenerationSettings(max_tokens=3, method="plain", shard=Shard(i, 2), writing=WRITING.writing),
+        )
     assert [len(read(path)) for path in paths] == [3, 2]
     assert {int(r.id.removeprefix("self/")) % 2 for r in read(paths[0])} == {0}
     assert {int(r.id.removeprefix("self/")) % 2 for r in read(paths[1])} == {1}
@@ -327,14 +334,17 @@ def test_one_file_holds_both_kinds(tmp_path: Path) -> None:
 
 def test_the_system_message_is_before_what_the_model_writes(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
-    settings = Settings(max_tokens=3, method="plain", writing=Writing(max_tokens=8, system="be kind"))
+    settings = GenerationSettings(max_tokens=3, method="plain", writing=Writing(max_tokens=8, system="be kind"))
     write(chatty(), 2, path, settings)
     start = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\n"
     assert all(tiktoken().decode(record.tokens.tolist()).startswith(start) for record in read(path))
 
 
 def test_a_model_that_writes_nothing_of_use_is_given_up(tmp_path: Path) -> None:
-    path, settings = tmp_path / "d.jsonl", Settings(method="plain", max_tokens=3, writing=Writing(max_tokens=2))
+    path, settings = (
+        tmp_path / "d.jsonl",
+        GenerationSettings(method="plain", max_tokens=3, writing=Writing(max_tokens=2)),
+    )
     with pytest.raises(OutpaceError, match=r"128 prompts that chatty wrote are of no use.*does not end"):
         write(chatty(push=-40), 200, path, settings)
     with pytest.raises(OutpaceError, match=r"128 prompts that chatty wrote are of no use.*is empty"):
@@ -365,8 +375,8 @@ def test_the_end_of_a_turn_is_found_in_the_template() -> None:
 # Batches.
 
 
-def record(length: int, prompt: int = 1) -> Record:
-    return Record(torch.arange(1, length + 1, dtype=torch.int32), prompt)
+def record(length: int, prompt: int = 1) -> TextRecord:
+    return TextRecord(torch.arange(1, length + 1, dtype=torch.int32), prompt)
 
 
 def test_a_batch_is_padded_cut_off_and_masked() -> None:

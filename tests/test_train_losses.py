@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.train import losses
-from outpace.train.losses import LOSSES, Laws, alpha, compare
+from outpace.train.losses import LOSSES, StepLogits, alpha, compare
 
 SHAPES = [(1, 2), (3, 7), (5, 64), (17, 301)]
 
@@ -32,7 +32,7 @@ def plain(draft: Tensor, target: Tensor) -> dict[str, Tensor]:
     return {"ce": cross, "kl": kl, "tv": tv, "nla": -overlap.log(), "mixed": mixed}
 
 
-def chained(steps: list[Laws]) -> Tensor:
+def chained(steps: list[StepLogits]) -> Tensor:
     """The end-to-end loss, chain by chain: what is expected to be accepted of what could be."""
     gained, possible = torch.zeros((), dtype=torch.float64), 0
     for place in range(len(steps[0].draft)):
@@ -46,7 +46,7 @@ def chained(steps: list[Laws]) -> Tensor:
     return 1 - gained / possible
 
 
-def expected(name: str, steps: list[Laws]) -> Tensor:
+def expected(name: str, steps: list[StepLogits]) -> Tensor:
     if name == "e2e":
         return chained(steps)
     total = torch.zeros((), dtype=torch.float64)
@@ -56,12 +56,12 @@ def expected(name: str, steps: list[Laws]) -> Tensor:
     return total / sum(0.8**i for i in range(len(steps)))
 
 
-def unrolled(count: int = 3, places: int = 11, vocab: int = 29, masked: bool = True) -> list[Laws]:
+def unrolled(count: int = 3, places: int = 11, vocab: int = 29, masked: bool = True) -> list[StepLogits]:
     steps = []
     for i in range(count):
         draft, target = logits(places, vocab, seed=i)
         counts = torch.rand(places, generator=torch.Generator().manual_seed(i)) < 0.7 if masked else None
-        steps.append(Laws(draft, target, counts))
+        steps.append(StepLogits(draft, target, counts))
     return steps
 
 
@@ -97,7 +97,7 @@ def test_gradients_agree_with_finite_differences() -> None:
     draft, target = logits(3, 6)
 
     def every(z: Tensor) -> Tensor:
-        found = compare(Laws(z, target))
+        found = compare(StepLogits(z, target))
         return torch.cat([found.alpha, found.log_alpha, found.cross])
 
     assert torch.autograd.gradcheck(every, draft, eps=1e-7, atol=1e-6)
@@ -130,8 +130,8 @@ def test_steps_can_share_the_rows_of_one_target(name: str) -> None:
     for i in range(3):
         draft, _ = logits(9, 29, seed=i)
         at = torch.arange(9) + i
-        apart.append(Laws(draft, target[at]))
-        shared.append(Laws(draft, target, None, at))
+        apart.append(StepLogits(draft, target[at]))
+        shared.append(StepLogits(draft, target, None, at))
     ours, theirs = LOSSES[name](shared), LOSSES[name](apart)
     close(ours.loss, theirs.loss)
     close(*(torch.autograd.grad(lost.loss, [s.draft for s in apart])[2] for lost in (ours, theirs)))
@@ -141,7 +141,7 @@ def test_steps_can_share_the_rows_of_one_target(name: str) -> None:
 def test_places_that_do_not_count_have_no_say(name: str) -> None:
     steps = unrolled()
     spoiled = [
-        Laws(s.draft.detach().masked_fill(~s.counts[:, None], torch.nan).requires_grad_(), s.target, s.counts)
+        StepLogits(s.draft.detach().masked_fill(~s.counts[:, None], torch.nan).requires_grad_(), s.target, s.counts)
         for s in steps
         if s.counts is not None
     ]
@@ -156,7 +156,7 @@ def test_places_that_do_not_count_have_no_say(name: str) -> None:
 def test_a_chain_ends_where_a_step_does_not_count() -> None:
     draft, target = logits(2, 5)
     counts = torch.tensor([[True, True], [False, True], [True, True]])
-    steps = [Laws(draft, target, c) for c in counts]
+    steps = [StepLogits(draft, target, c) for c in counts]
     a = alpha(draft, target).detach()
     accepted = a[0] + a[1] + a[1] ** 2 + a[1] ** 3
     close(LOSSES["e2e"](steps).loss.detach(), 1 - accepted / 4)
@@ -165,7 +165,7 @@ def test_a_chain_ends_where_a_step_does_not_count() -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_batch_without_places_costs_nothing_and_still_has_a_gradient(name: str) -> None:
     draft, target = logits(3, 5)
-    lost = LOSSES[name]([Laws(draft, target, torch.zeros(3, dtype=torch.bool))])
+    lost = LOSSES[name]([StepLogits(draft, target, torch.zeros(3, dtype=torch.bool))])
     assert lost.loss == 0 and lost.acceptance.isnan().all()
     assert torch.autograd.grad(lost.loss, draft)[0].abs().sum() == 0
 
@@ -176,7 +176,7 @@ def test_laws_far_apart_and_laws_with_gaps_give_finite_gradients(name: str) -> N
     filtered = torch.tensor([[1.0, 2.0, 0.0, -1.0]]), torch.tensor([[1.0, -torch.inf, 0.0, -torch.inf]])
     for given, target in (apart, filtered):
         draft = given.clone().requires_grad_()
-        lost = LOSSES[name]([Laws(draft, target)])
+        lost = LOSSES[name]([StepLogits(draft, target)])
         (grad,) = torch.autograd.grad(lost.loss, draft)
         assert lost.loss.isfinite() and grad.isfinite().all()
 
@@ -185,7 +185,7 @@ def test_negative_log_acceptance_pulls_where_the_overlap_underflows() -> None:
     draft = torch.tensor([[400.0, 0.0, 0.0]], requires_grad=True)
     target = torch.tensor([[0.0, 0.0, 400.0]])
     assert alpha(draft, target) == 0
-    (grad,) = torch.autograd.grad(LOSSES["nla"]([Laws(draft, target)]).loss, draft)
+    (grad,) = torch.autograd.grad(LOSSES["nla"]([StepLogits(draft, target)]).loss, draft)
     assert grad[0, 0] > 0.1 and grad[0, 2] < -0.1
 
 
@@ -231,7 +231,7 @@ def test_no_softmax_is_kept_and_none_is_larger_than_a_tile(name: str, monkeypatc
         return t
 
     with Sizes() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loss = LOSSES[name]([Laws(draft, target)]).loss
+        loss = LOSSES[name]([StepLogits(draft, target)]).loss
     large = {t.data_ptr() for t in kept if t.numel() > 8 * places}  # six numbers of each place are kept
     assert large == {draft.data_ptr(), target.data_ptr()}
     assert max(forward.made) <= 4 * vocab
@@ -244,22 +244,22 @@ def test_no_softmax_is_kept_and_none_is_larger_than_a_tile(name: str, monkeypatc
 def test_descent_on_free_logits_reaches_the_target(name: str) -> None:
     steps = [logits(4, 12, seed=i) for i in range(3)]
     drafts = [draft for draft, _ in steps]
-    assert LOSSES[name]([Laws(*step) for step in steps]).acceptance.max() < 0.6
+    assert LOSSES[name]([StepLogits(*step) for step in steps]).acceptance.max() < 0.6
     optimizer: Any = torch.optim.Adam(drafts, lr=0.2)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.001, total_iters=300)
     for _ in range(300):
         optimizer.zero_grad()
-        lost = LOSSES[name]([Laws(*step) for step in steps])
+        lost = LOSSES[name]([StepLogits(*step) for step in steps])
         lost.loss.backward()
         optimizer.step()
         schedule.step()
-    assert LOSSES[name]([Laws(*step) for step in steps]).acceptance.min() > 0.995
+    assert LOSSES[name]([StepLogits(*step) for step in steps]).acceptance.min() > 0.995
 
 
 def test_every_loss_is_least_at_the_target() -> None:
     _, target = logits(5, 20)
     nudge = logits(5, 20, seed=1, scale=0.1)[0].detach()
     for name, loss in LOSSES.items():
-        best = loss([Laws(target.clone(), target)] * 2).loss
-        assert best < loss([Laws(target + nudge, target)] * 2).loss
+        best = loss([StepLogits(target.clone(), target)] * 2).loss
+        assert best < loss([StepLogits(target + nudge, target)] * 2).loss
         assert name == "ce" or best.abs() < 1e-12

@@ -1,7 +1,7 @@
 """Verifiers: the law of what they emit, by enumeration of every outcome, and equality with plain decoding.
 
-The residual rule takes its randomness from a `Chance`. Here that is one which takes every way in turn, with its exact
-probability, and drafts are drawn from it too: so the law of the output is a finite sum, right to rounding.
+The residual rule takes its randomness from a `RandomSource`. Here that is one which takes every way in turn, with its
+exact probability, and drafts are drawn from it too: so the law of the output is a finite sum, right to rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outpace.sampling.processors import Banned, CountPenalty
 from outpace.sampling.sampler import Processor, Sampler
 from outpace.sampling.settings import Sampling
 from outpace.verifiers.lossy import Typical
-from outpace.verifiers.residual import Chance, Keyed, Residual, traverse
+from outpace.verifiers.residual import KeyedRandom, RandomSource, Residual, traverse
 
 T = TypeVar("T")
 ALPHA = 1e-3  # seeds are fixed, so a test that passes once passes always
@@ -84,7 +84,7 @@ def outcomes(program: Callable[[Every], T]) -> Iterator[tuple[float, T]]:
 
 
 def test_outcomes_are_all_there() -> None:
-    def program(chance: Chance) -> tuple[int, ...]:
+    def program(chance: RandomSource) -> tuple[int, ...]:
         first = chance.draw(torch.tensor([1.0, 0.0, 3.0]))
         return (first, chance.flip(0.25)) if first else (first,)
 
@@ -143,7 +143,7 @@ class Shape:
         return count * (len(prefix) < self.depth), bool(random.random() < self.drawn)
 
 
-def draft(shape: Shape, q: Law, chance: Chance) -> Tree:
+def draft(shape: Shape, q: Law, chance: RandomSource) -> Tree:
     """A tree, with children drawn from `q` in order and without replacement, or fixed."""
     tree = Tree([0])
     nodes: list[tuple[int, tuple[int, ...]]] = [(ROOT, ())]
@@ -167,7 +167,7 @@ def draft(shape: Shape, q: Law, chance: Chance) -> Tree:
 def emitted_law(shape: Shape, p: Law, q: Law, length: int) -> tuple[Tensor, float]:
     """Law of the first `length` tokens emitted, in as many passes as it takes, and the expected accepted length."""
 
-    def program(chance: Chance) -> tuple[tuple[int, ...], int]:
+    def program(chance: RandomSource) -> tuple[tuple[int, ...], int]:
         tree = draft(shape, q, chance)
         accepted, token = traverse(tree, lambda node: p(spell(tree, node)), chance)
         return (*spell(tree, accepted[-1]), token), len(accepted) - 1
@@ -267,7 +267,7 @@ def test_growth_may_depend_on_other_branches() -> None:
     for seed in range(3):
         p, q = Law(seed, 3, 2), Law(seed + 50, 3, 2)
 
-        def program(chance: Chance, p: Law = p, q: Law = q) -> tuple[int, ...]:
+        def program(chance: RandomSource, p: Law = p, q: Law = q) -> tuple[int, ...]:
             tree = draft(Shape(0, 1, 2, drawn=1, steady=True), q, chance)
             best = max((1, 2), key=lambda node: float(q(())[tree.tokens[node]]))
             tree.probs[best] = q(spell(tree, best))
@@ -463,14 +463,14 @@ def test_keyed_chance() -> None:
     flips, draws = 0, Counter[tuple[int, ...]]()
     seq = sequence(Sampler(Sampling(1.0, seed=3)), [1], Residual())
     for _ in range(300):
-        chance = Keyed(seq, [0])
+        chance = KeyedRandom(seq, [0])
         for _ in range(10):
             flips += chance.flip(0.3)
             draws[(chance.draw(weights),)] += 1
         seq.stats.passes += 1
     assert stats.binomtest(flips, 3000, 0.3).pvalue > ALPHA
     assert chi_squared(draws, weights / weights.sum()) > ALPHA
-    assert not Keyed(seq, [0]).flip(0.0) and Keyed(seq, [0]).flip(1.0)
+    assert not KeyedRandom(seq, [0]).flip(0.0) and KeyedRandom(seq, [0]).flip(1.0)
 
 
 @given(st.integers(0, 2**32))

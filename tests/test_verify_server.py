@@ -17,7 +17,7 @@ from outpace.verify.records import Check
 from outpace.verify.servers.answers import ServerPlan
 from outpace.verify.servers.client import Server
 from outpace.verify.servers.compare import END, between, drift_of, parting
-from outpace.verify.servers.distribution import Both, homogeneity
+from outpace.verify.servers.distribution import PairedCounts, homogeneity
 from outpace.verify.servers.reply import Reply, Token, parse
 from outpace.verify.servers.suite import server_questions
 from outpace.verify.suite import answered
@@ -274,7 +274,7 @@ def test_homogeneity_keeps_its_level_and_finds_what_it_says() -> None:
     def test(off: Any, drift: float = 0.0) -> Any:
         draws = [random.multinomial(300, shares) for shares in (law, off)]
         on, off = ({i: int(n) for i, n in enumerate(drawn)} for drawn in draws)
-        return homogeneity(Both(0, [], Counter(on), Counter(off)), 0.01, drift)
+        return homogeneity(PairedCounts(0, [], Counter(on), Counter(off)), 0.01, drift)
 
     p = [test(law).p for _ in range(400)]
     assert 0.02 < np.mean(np.array(p) < 0.05) < 0.09

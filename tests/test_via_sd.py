@@ -24,10 +24,10 @@ from outpace.drafting import layer_search as layers, slim_search as slim_layers,
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.methods.via_sd import LEAST, ViaSD
 from outpace.models.cacheless import CachelessLM
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.testing import VOCAB, ToyLM
 from outpace.tracing.trace import read, reason
-from outpace.verify.plan import Plan, Subject
+from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.suite import answered, questions
 from tests.tiny_models import build
 
@@ -54,17 +54,17 @@ class Says(CachelessLM):
     def reference(self) -> Any:
         raise NotImplementedError
 
-    def forward(self, jobs: Any, taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Any, taps: tuple[int, ...]) -> list[SegmentOutput]:
         self.passes += 1
         return [self._forward(job) for job in jobs]
 
-    def _forward(self, job: Job) -> Output:
+    def _forward(self, job: Segment) -> SegmentOutput:
         nodes = [] if job.tree is None else job.tree.tokens[job.since :]
         rows = torch.full((len(nodes), VOCAB), 1e-9, dtype=torch.float64)
         for i, token in enumerate(nodes):
             for after, chance in self.laws.get(token, {63: 1.0}).items():
                 rows[i, after] = chance
-        return Output(rows.log() if nodes else None, {})
+        return SegmentOutput(rows.log() if nodes else None, {})
 
 
 def chain(*tokens: int) -> dict[int, dict[int, float]]:
@@ -215,7 +215,7 @@ def test_it_is_called_lossy_unless_exact(toy: Model, toy_draft: LM, tmp_path: Pa
 
 
 def test_its_price_is_stated_and_its_exact_form_is_proven(toy: Model, toy_draft: LM) -> None:
-    plan = Plan(toy, [[1, 2, 3], [4, 5, 6, 4, 5]], max_tokens=12, samples=60, contexts=1, batches=(2,))
+    plan = VerifyPlan(toy, [[1, 2, 3], [4, 5, 6, 4, 5]], max_tokens=12, samples=60, contexts=1, batches=(2,))
     lossy, exact = (Subject(name, {"method": "via_sd", "draft": toy_draft, **given})
                     for name, given in (("lossy", {}), ("exact", {"exact": True})))  # fmt: skip
     found = {f"{check.subject}: {check.name}": check for check in answered(questions(plan, [lossy, exact]))}
@@ -229,7 +229,7 @@ def test_a_model_that_cannot_be_cut_is_refused(toy_draft: LM) -> None:
     with pytest.raises(UnsupportedModel, match="via_sd runs the target without some of its layers"):
         native.generate([1, 2, 3], method="via_sd", max_tokens=3)
     checks = list(
-        answered(questions(Plan(native, [[1, 2]], max_tokens=3), [Subject("via_sd", {"method": "via_sd"})])[-1:])
+        answered(questions(VerifyPlan(native, [[1, 2]], max_tokens=3), [Subject("via_sd", {"method": "via_sd"})])[-1:])
     )
     assert checks[0].verdict == "skip" and "without some of its layers" in checks[0].summary
     drafter = registry.method("via_sd")

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from outpace.api import demo_weights
 from outpace.api.model import Model
-from outpace.cross_tokenizer.vocabulary import Pieces, join
+from outpace.cross_tokenizer.vocabulary import Vocabulary, join
 from outpace.models.cacheless import CachelessLM
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.testing import ToyLM
 from tests.conftest import SMOLLM2
 
@@ -148,7 +148,7 @@ class Reciter(CachelessLM):
 
     def __init__(self, tokenizer: Any, text: str, sure: float = 8.0):
         super().__init__()
-        self.pieces, self.text, self.sure = Pieces(tokenizer, len(tokenizer)), text.encode(), sure
+        self.pieces, self.text, self.sure = Vocabulary(tokenizer, len(tokenizer)), text.encode(), sure
         self.whole = self.pieces.encode(text)
         self.vocab, self.context = len(tokenizer), 4096
         self.fed = 0  # tokens that passed through it
@@ -166,7 +166,7 @@ class Reciter(CachelessLM):
             0, torch.tensor(self.following(tokens)), self.sure
         )
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         found = []
         for job in jobs:
             held = self.rows[job.row].tokens + job.pending
@@ -177,7 +177,7 @@ class Reciter(CachelessLM):
                 nodes = range(job.since, len(job.tree))
                 paths = [[job.tree.tokens[n] for n in job.tree.path(node)] for node in nodes]
                 logits = torch.stack([self.logits(held + path) for path in paths])
-            found.append(Output(logits, {}))
+            found.append(SegmentOutput(logits, {}))
         return found
 
     def reference(self) -> Any:

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from outpace.api.load import wrap
 from outpace.api.model import Model
 from outpace.train import settings
-from outpace.train.distributed import World
+from outpace.train.distributed import Distributed
 from outpace.train.loop import Loop
 from outpace.train.run import prepare
-from outpace.train.settings import Settings
+from outpace.train.settings import TrainingSettings
 from tests.tiny_models import GROUPED, build
 
 VOCAB = 64
@@ -55,7 +55,7 @@ def write(path: Path, texts: list[list[int]]) -> Path:
     return path
 
 
-def run_settings(kind: str, folder: Path, **given: Any) -> Settings:
+def run_settings(kind: str, folder: Path, **given: Any) -> TrainingSettings:
     """A short run on the texts beside its folder."""
     usual = {
         "model": "toy", "data": [str(folder.parent / "texts.jsonl")], "output": str(folder),
@@ -64,7 +64,7 @@ def run_settings(kind: str, folder: Path, **given: Any) -> Settings:
     return settings.make(kind, {**usual, **given})
 
 
-def shared_run(folder: Path, world: World) -> Loop:
+def shared_run(folder: Path, world: Distributed) -> Loop:
     """A few steps of a head on texts of one length, which any number of processes can split."""
     model: Model = wrap(build("llama", **GROUPED, vocab_size=VOCAB), name="toy")  # in float64
     draw = random.Random(1)
@@ -80,7 +80,7 @@ def shared_run(folder: Path, world: World) -> Loop:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    ours = World.join("cpu")
+    ours = Distributed.join("cpu")
     ran = shared_run(Path(sys.argv[1]), ours)
     torch.save(ran.recipe.state(), Path(sys.argv[1]) / f"rank{ours.rank}.pt")
     ours.leave()

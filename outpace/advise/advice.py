@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from outpace.advise import overhead as costing
-from outpace.advise.overhead import Costs
-from outpace.advise.rank import Candidate, Prediction, best, drafter_of, predict, replay
+from outpace.advise.overhead import MeasuredPasses
+from outpace.advise.rank import MethodChoice, Prediction, best, drafter_of, predict, replay
 from outpace.advise.recording import Recording, record
 from outpace.api.model import Model
-from outpace.bench.contestants import Ours, Rules
-from outpace.bench.run import Condition, Group, Settings, measure, warm_up
-from outpace.bench.specs import PLAIN, Spec
+from outpace.bench.contestants import OutpaceContestant, RunRules
+from outpace.bench.run import AnswerSettings, Condition, Group, measure, warm_up
+from outpace.bench.specs import PLAIN, MethodSpec
 from outpace.bench.summary import Interval, speedup
 from outpace.errors import UsageError
 from outpace.sampling.settings import Sampling
@@ -24,7 +24,7 @@ Step = Callable[[str, int], Callable[[], object]]  # begins a step of so many pa
 
 
 @dataclass(frozen=True)
-class Question:
+class AdviceQuestion:
     """For which model, with which drafts, on which prompts."""
 
     model: Model
@@ -65,7 +65,7 @@ class Advice:
 
     predictions: list[Prediction]  # best first
     outcomes: list[Outcome]
-    costs: Costs
+    costs: MeasuredPasses
     recorded: int
     held_out: int
 
@@ -84,7 +84,7 @@ class Advice:
         }  # fmt: skip
 
 
-def advise(question: Question, candidates: Seq[Candidate], count: int, rounds: int, step: Step) -> Advice:
+def advise(question: AdviceQuestion, candidates: Seq[MethodChoice], count: int, rounds: int, step: Step) -> Advice:
     """Predict for all candidates and measure the best `count` of them."""
     model = question.model
     done = step("recording the target's answers", len(question.recorded))
@@ -101,7 +101,9 @@ def advise(question: Question, candidates: Seq[Candidate], count: int, rounds: i
     return Advice(predictions, outcomes, costs, len(recordings), len(question.held_out))
 
 
-def _costs(question: Question, recordings: Seq[Recording], candidates: Seq[Candidate], step: Step) -> Costs:
+def _costs(
+    question: AdviceQuestion, recordings: Seq[Recording], candidates: Seq[MethodChoice], step: Step
+) -> MeasuredPasses:
     middle = statistics.median(len(r.prompt) + len(r.answer) // 2 for r in recordings)
     most = max(drafter_of(question.model, candidate, question.drafts).shape.nodes for candidate in candidates) + 1
     context = min(int(middle), question.model.lm.context - most - costing.PASSES - 4)
@@ -109,15 +111,15 @@ def _costs(question: Question, recordings: Seq[Recording], candidates: Seq[Candi
     return costing.measure(question.model, max(2, context), most, done)
 
 
-def _measure(question: Question, chosen: Seq[Prediction], rounds: int, step: Step) -> list[Outcome]:
+def _measure(question: AdviceQuestion, chosen: Seq[Prediction], rounds: int, step: Step) -> list[Outcome]:
     if not chosen:
         return []
-    settings = Settings(question.max_tokens, question.sampling)
+    settings = AnswerSettings(question.max_tokens, question.sampling)
     groups = [
         Group(i, Condition("held out", temperature=question.sampling.temperature), [str(i)], [prompt], settings)
         for i, prompt in enumerate(question.held_out)
     ]
-    plain = Ours(question.model, Spec.parse(PLAIN))
+    plain = OutpaceContestant(question.model, MethodSpec.parse(PLAIN))
     contestants = [plain, *(_contestant(question, p.candidate) for p in chosen)]
     done = step("measuring the best", len(contestants) * (1 + rounds * len(groups)))
     warm_up(contestants, groups[0], done)
@@ -125,8 +127,10 @@ def _measure(question: Question, chosen: Seq[Prediction], rounds: int, step: Ste
     return [Outcome(p, speedup(runs, p.candidate.name, PLAIN)) for p in chosen]
 
 
-def _contestant(question: Question, candidate: Candidate) -> Ours:
+def _contestant(question: AdviceQuestion, candidate: MethodChoice) -> OutpaceContestant:
     draft = question.drafts[candidate.draft] if candidate.draft is not None else None
-    contestant = Ours(question.model, Spec.parse(candidate.method), draft, Rules(Spec.parse(candidate.policy)))
+    contestant = OutpaceContestant(
+        question.model, MethodSpec.parse(candidate.method), draft, RunRules(MethodSpec.parse(candidate.policy))
+    )
     contestant.name = candidate.name
     return contestant

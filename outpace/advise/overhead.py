@@ -44,14 +44,14 @@ class Dummy(Drafter):
 
 
 @dataclass(frozen=True)
-class Costs:
+class MeasuredPasses:
     """Measured seconds of a pass by rows, for chains and for trees; and of a prompt's token."""
 
     chain: dict[int, list[float]]  # rows -> samples
     tree: dict[int, list[float]]
     prompt: list[float]  # seconds per token of a prompt, samples
 
-    def table(self, random: np.random.Generator | None = None) -> Table:
+    def table(self, random: np.random.Generator | None = None) -> CostTable:
         """Medians; with a generator, those of samples drawn anew, for an interval."""
 
         def middle(samples: list[float]) -> float:
@@ -59,11 +59,11 @@ class Costs:
             return statistics.median(drawn)
 
         kinds = [{rows: middle(samples) for rows, samples in kind.items()} for kind in (self.chain, self.tree)]
-        return Table(kinds[0], kinds[1], middle(self.prompt))
+        return CostTable(kinds[0], kinds[1], middle(self.prompt))
 
 
 @dataclass(frozen=True)
-class Table:
+class CostTable:
     """One cost for each number of rows."""
 
     chain: dict[int, float]
@@ -75,7 +75,7 @@ class Table:
         return float(np.interp(rows, list(known), list(known.values())))
 
 
-def measure(model: Model, context: int, most: int, done: Callable[[], object]) -> Costs:
+def measure(model: Model, context: int, most: int, done: Callable[[], object]) -> MeasuredPasses:
     """Costs after `context` tokens, up to passes of `most` rows; `done` is called after each of `steps(most)`."""
     sizes = sizes_up_to(most)
     found: dict[tuple[int, bool], list[float]] = {(rows, tree): [] for rows in sizes for tree in (False, True)}
@@ -90,7 +90,7 @@ def measure(model: Model, context: int, most: int, done: Callable[[], object]) -
                 prompts += [prefill / max(context - 1, 1)]
             done()
     chain = {rows: found[rows, False] for rows in sizes}
-    return Costs(chain, {rows: found[rows, True] or chain[rows] for rows in sizes}, prompts)
+    return MeasuredPasses(chain, {rows: found[rows, True] or chain[rows] for rows in sizes}, prompts)
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outpace import registry
-from outpace.advise.overhead import Costs, Table
+from outpace.advise.overhead import CostTable, MeasuredPasses
 from outpace.advise.recording import Recording
 from outpace.advise.replay import ReplayLM
 from outpace.api.model import Model
@@ -29,7 +29,7 @@ RESAMPLES, SEED = 500, 0
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MethodChoice:
     """A method with a budget, and a draft if it takes one."""
 
     method: str
@@ -42,7 +42,7 @@ class Candidate:
         return ", ".join(part for part in parts if part)
 
 
-class Shape(NamedTuple):
+class PassShape(NamedTuple):
     """What decides the cost of a pass."""
 
     rows: int
@@ -50,19 +50,19 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class ReplayWork:
     """What one answer took in a replay."""
 
-    passes: Counter[Shape]
+    passes: Counter[PassShape]
     draft: float  # seconds
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """A candidate's replay: work by recording."""
 
-    candidate: Candidate
-    work: list[Work]
+    candidate: MethodChoice
+    work: list[ReplayWork]
     stats: Stats
 
 
@@ -70,7 +70,7 @@ class Replayed:
 class Prediction:
     """What a candidate is expected to do."""
 
-    candidate: Candidate
+    candidate: MethodChoice
     speedup: Interval
     tokens_per_pass: float
     draft_share: float
@@ -78,7 +78,7 @@ class Prediction:
     acceptance_by_depth: list[float] = field(default_factory=list)
 
 
-def candidates(methods: Seq[str], drafts: Seq[str]) -> list[Candidate]:
+def candidates(methods: Seq[str], drafts: Seq[str]) -> list[MethodChoice]:
     """Every method with its own budget and with smaller ones; one that takes a draft, with each draft."""
     found = []
     for spec in methods:
@@ -89,7 +89,7 @@ def candidates(methods: Seq[str], drafts: Seq[str]) -> list[Candidate]:
         takes_draft = "draft" in registry.options(cls)
         for draft in drafts if takes_draft else [None]:
             drafter = registry.method(name, **options, **({"draft": None} if takes_draft else {}))
-            found += [Candidate(spec, policy, draft) for policy in _budgets(drafter.shape)]
+            found += [MethodChoice(spec, policy, draft) for policy in _budgets(drafter.shape)]
     return found
 
 
@@ -101,7 +101,7 @@ def _budgets(shape: Budget) -> list[str]:
     return ["fixed", *(f"fixed:nodes={nodes}" for nodes in NODES if nodes < shape.nodes)]
 
 
-def drafter_of(model: Model, candidate: Candidate, drafts: dict[str, Model]) -> Drafter:
+def drafter_of(model: Model, candidate: MethodChoice, drafts: dict[str, Model]) -> Drafter:
     name, options = registry.parse(candidate.method)
     if candidate.draft is not None:
         options["draft"] = model.draft_of(drafts[candidate.draft])
@@ -109,8 +109,8 @@ def drafter_of(model: Model, candidate: Candidate, drafts: dict[str, Model]) -> 
 
 
 def replay(
-    model: Model, recordings: Seq[Recording], candidate: Candidate, drafts: dict[str, Model], sampling: Sampling
-) -> Replayed:
+    model: Model, recordings: Seq[Recording], candidate: MethodChoice, drafts: dict[str, Model], sampling: Sampling
+) -> ReplayResult:
     """Run the loop over all recordings, one after the other, with a drafter that starts with nothing learned."""
     target = ReplayLM(model.lm, recordings)
     stand_in = Model(target, model.tokenizer, model.stop_tokens)
@@ -128,17 +128,17 @@ def replay(
         )  # fmt: skip
         engine, seq = Engine(target), stand_in.sequence(request)
         engine.submit(seq)
-        passes, spent = Counter[Shape](), 0.0
+        passes, spent = Counter[PassShape](), 0.0
         for event in engine.run():
             assert event.step is not None, "a replay cannot fail"
-            passes[Shape(len(event.step.tree), event.step.tree.is_chain)] += 1
+            passes[PassShape(len(event.step.tree), event.step.tree.is_chain)] += 1
             spent += event.seconds["draft"]
-        work.append(Work(passes, spent))
+        work.append(ReplayWork(passes, spent))
         total = total.merge(seq.stats)
-    return Replayed(candidate, work, total)
+    return ReplayResult(candidate, work, total)
 
 
-def predict(found: Replayed, recordings: Seq[Recording], costs: Costs) -> Prediction:
+def predict(found: ReplayResult, recordings: Seq[Recording], costs: MeasuredPasses) -> Prediction:
     """The ratio of the two times over all answers; its interval draws answers and timings anew."""
     table, random = costs.table(), np.random.default_rng(SEED)
     pairs = _times(found, recordings, table)  # [answers, plain and method]
@@ -149,7 +149,7 @@ def predict(found: Replayed, recordings: Seq[Recording], costs: Costs) -> Predic
         drawn.append(again[0] / again[1])
     low, high = np.percentile(drawn, [2.5, 97.5])
     plain, method = pairs.sum(axis=0)
-    passes = sum((work.passes for work in found.work), Counter[Shape]())
+    passes = sum((work.passes for work in found.work), Counter[PassShape]())
     return Prediction(
         found.candidate,
         Interval(float(plain / method), float(low), float(high)),
@@ -160,7 +160,7 @@ def predict(found: Replayed, recordings: Seq[Recording], costs: Costs) -> Predic
     )
 
 
-def _times(found: Replayed, recordings: Seq[Recording], table: Table) -> np.ndarray:
+def _times(found: ReplayResult, recordings: Seq[Recording], table: CostTable) -> np.ndarray:
     """Seconds of each answer, plain and by this candidate."""  # [answers, 2]
     costs = {shape: table.of(*shape) for work in found.work for shape in work.passes}
     rows = []

@@ -16,7 +16,7 @@ from outpace.advise.recording import Recording, places
 from outpace.core.lm import LM, Reference
 from outpace.errors import UsageError
 from outpace.models.cacheless import CachelessLM
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 
 CERTAIN = 1e6  # a logit that no noise and no filter can move from the top
 
@@ -32,12 +32,12 @@ class ReplayLM(CachelessLM):
         self._endings = _by_ending(recordings)
         self._latest: dict[int, list[int]] = {}  # token -> what was last likely after it
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         if taps:
             raise UsageError("a method that reads hidden states cannot be replayed from a recording of tokens")
-        return [Output(None if job.tree is None else self._score(job), {}) for job in jobs]
+        return [SegmentOutput(None if job.tree is None else self._score(job), {}) for job in jobs]
 
-    def _score(self, job: Job) -> Tensor:  # [new nodes, vocab]
+    def _score(self, job: Segment) -> Tensor:  # [new nodes, vocab]
         tree, recording = job.tree, self.recording
         assert tree is not None and recording is not None
         held = job.start + len(job.pending)  # tokens before the root

@@ -17,7 +17,7 @@ import numpy as np
 from outpace.drafting.graft_gates import Gate, Grafting, confidence, reach, stopped
 from outpace.drafting.rank_template import DEPTH, RANKS, likely_ranks, template
 from outpace.errors import UsageError
-from outpace.tracing.trace import Pass, RequestTrace, Trace
+from outpace.tracing.trace import PassRecord, RequestTrace, Trace
 
 TABLE = "recycling"  # whose guesses tell what the table of successors is worth
 WRAPPER = "graft"  # its drafts were cut already: they say nothing about what was cut off
@@ -31,7 +31,7 @@ Text = tuple[tuple[int, ...], str]  # prompt and sampling: what decides an answe
 
 
 @dataclass(frozen=True)
-class Sample:
+class PassSample:
     """One pass of a draft: how sure it was, and what of it was accepted."""
 
     size: int  # nodes
@@ -53,7 +53,7 @@ def _leading(places: Seq[int], room: int) -> int:
 
 
 @dataclass(frozen=True)
-class Costs:
+class DraftCosts:
     """What is weighed: seconds of a pass, and of a level of the draft."""
 
     target: float
@@ -104,7 +104,7 @@ def calibrate(traces: Seq[Trace], nodes: int = 60, level: float | None = None) -
     )  # fmt: skip
 
 
-def _scored(record: Pass) -> bool:
+def _scored(record: PassRecord) -> bool:
     known = record.signals.keys() | record.chances.keys()
     return len(record.tokens) > 1 and all(node in known for node in range(1, len(record.tokens)))
 
@@ -123,7 +123,9 @@ def _text(request: RequestTrace) -> Text:
     return tuple(request.prompt), json.dumps(request.sampling, sort_keys=True)
 
 
-def _samples(drafted: Seq[tuple[RequestTrace, Pass]], known: dict[tuple[Text, int], list[int]]) -> Iterator[Sample]:
+def _samples(
+    drafted: Seq[tuple[RequestTrace, PassRecord]], known: dict[tuple[Text, int], list[int]]
+) -> Iterator[PassSample]:
     starts: dict[int, int] = {}
     for request in {id(r): r for r, _ in drafted}.values():
         at = 0
@@ -137,23 +139,23 @@ def _samples(drafted: Seq[tuple[RequestTrace, Pass]], known: dict[tuple[Text, in
         for node in record.path[1:]:
             better = [d for n, d in enumerate(depths) if n and (-chances[n], n) <= (-chances[node], node)]
             order.append([sum(d <= depth for d in better) for depth in range(1, max(depths) + 1)])
-        yield Sample(
+        yield PassSample(
             len(tree) - 1, confidence(tree, chances), order, known.get((_text(request), starts[id(record)]), [])
         )
 
 
-def _costs(records: Seq[Pass], level: float | None) -> Costs:
+def _costs(records: Seq[PassRecord], level: float | None) -> DraftCosts:
     """Sums, not means of ratios: a pass that took long counts for what it took."""
     target = sum(p.seconds.get("score", 0.0) for p in records) / len(records)
     if level is not None:
-        return Costs(1.0, level)
+        return DraftCosts(1.0, level)
     if target <= 0:
         raise UsageError("these traces do not say how long a pass took: give --level-cost")
     levels = sum(max(p.step.tree.depths) for p in records)
-    return Costs(target, sum(p.seconds.get("draft", 0.0) for p in records) / levels)
+    return DraftCosts(target, sum(p.seconds.get("draft", 0.0) for p in records) / levels)
 
 
-def _search(samples: Seq[Sample], nodes: int, costs: Costs) -> tuple[list[Gate], list[Gate | None]]:
+def _search(samples: Seq[PassSample], nodes: int, costs: DraftCosts) -> tuple[list[Gate], list[Gate | None]]:
     """Add the gate that makes the whole fastest, until none does or there are enough."""
     gates: list[Gate] = []
     best = _speed(_outcome(samples, nodes, gates), costs)
@@ -167,7 +169,7 @@ def _search(samples: Seq[Sample], nodes: int, costs: Costs) -> tuple[list[Gate],
     return gates, [stopped(sample.confidence, gates) for sample in samples]
 
 
-def _candidates(samples: Seq[Sample], depths: Seq[int]) -> Iterator[Gate]:
+def _candidates(samples: Seq[PassSample], depths: Seq[int]) -> Iterator[Gate]:
     for depth in depths:
         seen = [sample.confidence[depth - 1] for sample in samples if len(sample.confidence) >= depth]
         if len(seen) < LEAST:
@@ -176,7 +178,7 @@ def _candidates(samples: Seq[Sample], depths: Seq[int]) -> Iterator[Gate]:
         yield from (Gate(depth, min(floor, 1.0), keep) for floor, keep in product(sorted(floors), KEEPS))
 
 
-def _outcome(samples: Seq[Sample], nodes: int, gates: Seq[Gate]) -> tuple[np.ndarray, np.ndarray]:
+def _outcome(samples: Seq[PassSample], nodes: int, gates: Seq[Gate]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and levels of every pass."""
     tokens, levels = [], []
     for sample in samples:
@@ -186,7 +188,7 @@ def _outcome(samples: Seq[Sample], nodes: int, gates: Seq[Gate]) -> tuple[np.nda
     return np.array(tokens), np.array(levels)
 
 
-def _speed(outcome: tuple[np.ndarray, np.ndarray], costs: Costs) -> float:
+def _speed(outcome: tuple[np.ndarray, np.ndarray], costs: DraftCosts) -> float:
     tokens, levels = outcome
     return float(tokens.sum() / (len(tokens) * costs.target + levels.sum() * costs.level))
 

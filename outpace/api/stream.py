@@ -61,11 +61,11 @@ class Piece:
     completion: Completion | None = None  # with the last piece
 
 
-class Closed:
+class EndOfMail:
     """Ends a mailbox: nothing comes after it."""
 
 
-Mail = Piece | Exception | Closed
+Mail = Piece | Exception | EndOfMail
 
 
 class Mailbox:
@@ -172,7 +172,7 @@ class Stream(Iterator[Piece]):
         return piece
 
     def _take(self, mail: Mail) -> Piece | None:
-        if isinstance(mail, Closed):
+        if isinstance(mail, EndOfMail):
             self._mailbox.put(mail)  # for other threads that read
             return None
         if isinstance(mail, Exception):
@@ -193,7 +193,7 @@ class Stream(Iterator[Piece]):
         if not self._over:
             self._closed = True
             self._model.cancel(self._seqs)
-            self._mailbox.put(Closed())
+            self._mailbox.put(EndOfMail())
 
     def close(self) -> None:
         """Cancel what still runs; its rows are free again when this returns."""

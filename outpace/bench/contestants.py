@@ -16,8 +16,8 @@ from outpace import registry
 from outpace.api.model import Model
 from outpace.api.request import Request
 from outpace.api.stream import Completion
-from outpace.bench.run import Group, Run, Settings
-from outpace.bench.specs import PLAIN, TRANSFORMERS, Spec
+from outpace.bench.run import AnswerSettings, Group, Run
+from outpace.bench.specs import PLAIN, TRANSFORMERS, MethodSpec
 from outpace.core.drafter import Drafter
 from outpace.core.policy import Policy
 from outpace.core.stats import Stats
@@ -29,16 +29,20 @@ LOOKUP_TOKENS = 10
 
 
 def sweep(
-    model: Model, methods: Seq[Spec], draft: Model | None, policies: Seq[Spec], verifier: Spec | None
-) -> list[Ours]:
+    model: Model, methods: Seq[MethodSpec], draft: Model | None, policies: Seq[MethodSpec], verifier: MethodSpec | None
+) -> list[OutpaceContestant]:
     """Every method under every policy, or under the one it asks for; plain decoding once."""
-    own = Rules(None, verifier)
-    every = [Rules(policy, verifier, named=True) for policy in policies] or [own]
-    return [Ours(model, spec, draft, rules) for spec in methods for rules in ([own] if spec.name == PLAIN else every)]
+    own = RunRules(None, verifier)
+    every = [RunRules(policy, verifier, named=True) for policy in policies] or [own]
+    return [
+        OutpaceContestant(model, spec, draft, rules)
+        for spec in methods
+        for rules in ([own] if spec.name == PLAIN else every)
+    ]
 
 
 @dataclass(frozen=True)
-class Answers:
+class BatchAnswers:
     """What a contestant gave for a batch."""
 
     tokens: list[list[int]]
@@ -46,17 +50,17 @@ class Answers:
     compared: bool
 
 
-class Timed(ABC):
+class TimedContestant(ABC):
     """The part of a contestant that is the same for all: an empty cache, the clock, the memory."""
 
     name: str
     models: list[Model]  # whose caches are cleared
 
     @abstractmethod
-    def answer(self, prompts: list[list[int]], settings: Settings) -> Answers:
+    def answer(self, prompts: list[list[int]], settings: AnswerSettings) -> BatchAnswers:
         """Answer these prompts as one batch."""
 
-    def run(self, prompts: list[list[int]], settings: Settings) -> Run:
+    def run(self, prompts: list[list[int]], settings: AnswerSettings) -> Run:
         for model in self.models:
             model.clear_cache()  # nobody profits from a prompt that is still there
         gc.collect()
@@ -73,15 +77,15 @@ class Timed(ABC):
         return Run(self.name, found.tokens, seconds, found.stats, _peak() if watched else None, found.compared)
 
 
-class Ours(Timed):
+class OutpaceContestant(TimedContestant):
     """A method of Outpace."""
 
     drafter: Drafter
     policy: Policy
     verifier: Verifier
 
-    def __init__(self, model: Model, spec: Spec, draft: Model | None = None, rules: Rules | None = None):
-        self.model, self.spec, self.rules = model, spec, rules or Rules()
+    def __init__(self, model: Model, spec: MethodSpec, draft: Model | None = None, rules: RunRules | None = None):
+        self.model, self.spec, self.rules = model, spec, rules or RunRules()
         self.options = dict(spec.options)
         self.models = [model]
         if draft is not None and "draft" in registry.options(registry.find(spec.name)):
@@ -94,12 +98,12 @@ class Ours(Timed):
 
     def fresh(self) -> None:
         self.drafter = registry.method(self.spec.name, **self.options)
-        policy = self.rules.policy or Spec.parse(self.drafter.policy)
+        policy = self.rules.policy or MethodSpec.parse(self.drafter.policy)
         self.policy = registry.policy(policy.name, **policy.options)
-        verifier = self.rules.verifier or Spec.parse(self.drafter.verifier)
+        verifier = self.rules.verifier or MethodSpec.parse(self.drafter.verifier)
         self.verifier = registry.verifier(verifier.name, **verifier.options)
 
-    def answer(self, prompts: list[list[int]], settings: Settings) -> Answers:
+    def answer(self, prompts: list[list[int]], settings: AnswerSettings) -> BatchAnswers:
         done = self._generate(prompts, settings)
         stats = done[0].stats
         for other in done[1:]:
@@ -107,7 +111,7 @@ class Ours(Timed):
             longest = {k: max(s, other.stats.seconds.get(k, 0.0)) for k, s in stats.seconds.items()}
             stats = replace(stats.merge(other.stats), seconds=longest)
         compared = settings.greedy or self.verifier.shares_noise
-        return Answers([completion.tokens for completion in done], stats, compared)
+        return BatchAnswers([completion.tokens for completion in done], stats, compared)
 
     def trace(self, groups: Seq[Group], writer: TraceWriter) -> None:
         """Answer once more, untimed, and write down what every pass did."""
@@ -116,7 +120,7 @@ class Ours(Timed):
             self._generate(group.prompts, group.settings, writer)
 
     def _generate(
-        self, prompts: list[list[int]], settings: Settings, trace: TraceWriter | None = None
+        self, prompts: list[list[int]], settings: AnswerSettings, trace: TraceWriter | None = None
     ) -> list[Completion]:
         requests = [
             Request(
@@ -133,15 +137,15 @@ class Ours(Timed):
 
 
 @dataclass(frozen=True)
-class Rules:
+class RunRules:
     """What all our methods run under; plain decoding too, so that a rule is compared with itself."""
 
-    policy: Spec | None = None  # None: the one that a method asks for
-    verifier: Spec | None = None  # the same
+    policy: MethodSpec | None = None  # None: the one that a method asks for
+    verifier: MethodSpec | None = None  # the same
     named: bool = False  # whether a contestant's name says its policy
 
 
-class Theirs(Timed):
+class TransformersContestant(TimedContestant):
     """Transformers' `generate`, with the options that make it speculate or not."""
 
     def __init__(self, name: str, model: Model, one_by_one: bool = False, **options: Any):
@@ -152,13 +156,13 @@ class Theirs(Timed):
     def fresh(self) -> None:
         """It remembers nothing."""
 
-    def answer(self, prompts: list[list[int]], settings: Settings) -> Answers:
+    def answer(self, prompts: list[list[int]], settings: AnswerSettings) -> BatchAnswers:
         torch.manual_seed(settings.sampling.seed)
         batches = [[prompt] for prompt in prompts] if self.one_by_one else [prompts]
         tokens = [answer for batch in batches for answer in self._generate(batch, settings)]
-        return Answers(tokens, None, compared=settings.greedy)
+        return BatchAnswers(tokens, None, compared=settings.greedy)
 
-    def _generate(self, prompts: list[list[int]], settings: Settings) -> list[list[int]]:
+    def _generate(self, prompts: list[list[int]], settings: AnswerSettings) -> list[list[int]]:
         model, stops = transformers_model(self.model), self.model.stop_tokens
         width = max(map(len, prompts))
         padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
@@ -176,7 +180,7 @@ class Theirs(Timed):
         return [_ended(row, stops) for row in out[:, width:].tolist()]
 
 
-def _sampling(settings: Settings) -> dict[str, Any]:
+def _sampling(settings: AnswerSettings) -> dict[str, Any]:
     if settings.greedy:
         return {"do_sample": False}
     wanted = settings.sampling
@@ -197,15 +201,19 @@ def transformers_model(model: Model) -> Any:
     return found
 
 
-def theirs(model: Model, draft: Model | None, batched: bool) -> list[Theirs]:
+def theirs(model: Model, draft: Model | None, batched: bool) -> list[TransformersContestant]:
     """Transformers plain, with prompt lookup and, given a draft, assisted; the last two take no batches."""
     transformers_model(model)
     found = [
-        Theirs(f"{TRANSFORMERS} generate", model),
-        Theirs(f"{TRANSFORMERS} prompt lookup", model, batched, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+        TransformersContestant(f"{TRANSFORMERS} generate", model),
+        TransformersContestant(f"{TRANSFORMERS} prompt lookup", model, batched, prompt_lookup_num_tokens=LOOKUP_TOKENS),
     ]
     if draft is not None:
-        found.append(Theirs(f"{TRANSFORMERS} assisted", model, batched, assistant_model=transformers_model(draft)))
+        found.append(
+            TransformersContestant(
+                f"{TRANSFORMERS} assisted", model, batched, assistant_model=transformers_model(draft)
+            )
+        )
     return found
 
 

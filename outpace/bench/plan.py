@@ -8,7 +8,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outpace.bench.run import Condition, Group, Settings
+from outpace.bench.run import AnswerSettings, Condition, Group
 from outpace.errors import UsageError
 from outpace.prompts import tasks
 from outpace.sampling.settings import Sampling
@@ -21,7 +21,7 @@ OWN_COUNT = 4  # copy prompts of each length, where no limit says less
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """Which prompts, under which conditions."""
 
     tasks: tuple[str, ...] = ()  # none: all
@@ -43,8 +43,8 @@ class Plan:
         for temperature in self.temperatures:
             self.settings(temperature)
 
-    def settings(self, temperature: float) -> Settings:
-        return Settings(self.max_tokens, Sampling(temperature, self.top_k, self.top_p, seed=self.seed))
+    def settings(self, temperature: float) -> AnswerSettings:
+        return AnswerSettings(self.max_tokens, Sampling(temperature, self.top_k, self.top_p, seed=self.seed))
 
     @property
     def copies(self) -> bool:
@@ -52,7 +52,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Turn:
     """One turn of a prompt, as the model gets it."""
 
     task: str
@@ -61,12 +61,12 @@ class Asked:
     tokens: list[int]
 
 
-def load(plan: Plan) -> list[tasks.Prompt]:
+def load(plan: BenchPlan) -> list[tasks.Prompt]:
     """The plan's prompts, but for those of the copy task, whose length only a tokenizer tells."""
     return tasks.load(plan.prompts, plan.tasks, plan.limit)
 
 
-def ask(plan: Plan, model: Model, prompts: Seq[tasks.Prompt], done: Callable[[], None]) -> list[Asked]:
+def ask(plan: BenchPlan, model: Model, prompts: Seq[tasks.Prompt], done: Callable[[], None]) -> list[Turn]:
     """Every turn of every prompt; later turns follow plain, greedy answers, the same ones under every condition."""
     found = []
     answers: list[list[str]] = [[] for _ in prompts]
@@ -77,19 +77,19 @@ def ask(plan: Plan, model: Model, prompts: Seq[tasks.Prompt], done: Callable[[],
                 continue
             tokens = tasks.encode(prompt, model, said)
             name = prompt.id if len(prompt.turns) == 1 else f"{prompt.id}.{turn + 1}"
-            found.append(_fitting(Asked(prompt.task, None, name, tokens), plan, model))
+            found.append(_fitting(Turn(prompt.task, None, name, tokens), plan, model))
             if turn + 1 < len(prompt.turns):
                 said.append(model.generate(tokens, method="plain", max_tokens=plan.max_tokens).text)
             done()
     if plan.copies:
         for length in dict.fromkeys(plan.contexts):
             for prompt in tasks.copying(model, length, plan.limit or OWN_COUNT):
-                asked = Asked(prompt.task, length, prompt.id, tasks.encode(prompt, model))
+                asked = Turn(prompt.task, length, prompt.id, tasks.encode(prompt, model))
                 found.append(_fitting(asked, plan, model))
     return found
 
 
-def _fitting(asked: Asked, plan: Plan, model: Model) -> Asked:
+def _fitting(asked: Turn, plan: BenchPlan, model: Model) -> Turn:
     if len(asked.tokens) + plan.max_tokens > model.lm.context:
         raise UsageError(
             f"{asked.task} {asked.name} has {len(asked.tokens)} tokens, and with {plan.max_tokens} new ones the "
@@ -98,7 +98,7 @@ def _fitting(asked: Asked, plan: Plan, model: Model) -> Asked:
     return asked
 
 
-def groups(plan: Plan, asked: Seq[Asked]) -> list[Group]:
+def groups(plan: BenchPlan, asked: Seq[Turn]) -> list[Group]:
     """All prompts, once for each batch size and temperature, in batches of one task and length.
 
     What a task leaves over is put together to mixed batches; too few for even one of those are left out.
@@ -118,8 +118,8 @@ def groups(plan: Plan, asked: Seq[Asked]) -> list[Group]:
     return found
 
 
-def _batches(asked: Seq[Asked], batch: int) -> Iterator[list[Asked]]:
-    left: list[Asked] = []
+def _batches(asked: Seq[Turn], batch: int) -> Iterator[list[Turn]]:
+    left: list[Turn] = []
     for _, same in groupby(sorted(asked, key=_kind), key=_kind):
         members = list(same)
         whole = len(members) - len(members) % batch
@@ -128,6 +128,6 @@ def _batches(asked: Seq[Asked], batch: int) -> Iterator[list[Asked]]:
     yield from (left[i : i + batch] for i in range(0, len(left) - batch + 1, batch))
 
 
-def _kind(asked: Asked) -> tuple[int, str, int]:
+def _kind(asked: Turn) -> tuple[int, str, int]:
     known = tasks.TASKS.index(asked.task) if asked.task in tasks.TASKS else len(tasks.TASKS)
     return known, asked.task, asked.context or 0

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from outpace.bench.specs import PLAIN
-from outpace.bench.summary import Figures, Summary
+from outpace.bench.summary import SliceFigures, Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,7 +111,7 @@ def sweep(summary: Summary, along: str) -> str | None:
     return _svg(along, draw, 3.6)
 
 
-def _of(name: str, parts: Iterable[Seq[Figures]]) -> list[Figures | None]:
+def _of(name: str, parts: Iterable[Seq[SliceFigures]]) -> list[SliceFigures | None]:
     return [next((figures for figures in part if figures.contestant == name), None) for part in parts]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outpace.api.model import Model
-from outpace.bench.run import Condition, Group, Run, Settings
+from outpace.bench.run import AnswerSettings, Condition, Group, Run
 from outpace.core.stats import Stats
 from outpace.errors import OutpaceError
 from outpace.sampling.settings import Sampling
@@ -26,7 +26,7 @@ FORMAT, VERSION = "outpace-bench", 1
 
 
 @dataclass
-class Record:
+class BenchRecord:
     """A whole file."""
 
     header: dict[str, Any]
@@ -113,10 +113,10 @@ class Writer:
         self._file.close()
 
 
-def read(path: Path) -> Record:
+def read(path: Path) -> BenchRecord:
     """A file as records; a last line that was cut off is left out."""
     header, *lines = read_lines(path, FORMAT, VERSION, "a runs.jsonl of `outpace bench`")
-    record = Record({key: value for key, value in header.items() if key not in ("type", "format", "version")})
+    record = BenchRecord({key: value for key, value in header.items() if key not in ("type", "format", "version")})
     for number, line in enumerate(lines, start=2):
         try:
             _take(record, line.pop("type"), line)
@@ -125,13 +125,13 @@ def read(path: Path) -> Record:
     return record
 
 
-def _take(record: Record, kind: str, line: dict[str, Any]) -> None:
+def _take(record: BenchRecord, kind: str, line: dict[str, Any]) -> None:
     """Add one line; kinds that a later version may add are passed over."""
     if kind == "group":
         settings = line.pop("settings")
         sampling = settings["sampling"]
         bias = {int(token): value for token, value in sampling["logit_bias"].items()}
-        settings = Settings(settings["max_tokens"], Sampling(**sampling | {"logit_bias": bias}))
+        settings = AnswerSettings(settings["max_tokens"], Sampling(**sampling | {"logit_bias": bias}))
         record.groups.append(Group(**line | {"condition": Condition(**line["condition"]), "settings": settings}))
     elif kind == "run":
         counted = line.pop("stats")

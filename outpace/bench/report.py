@@ -6,19 +6,19 @@ from importlib import resources
 from pathlib import Path
 
 from outpace.bench import plots, tables
-from outpace.bench.record import Record
+from outpace.bench.record import BenchRecord
 from outpace.bench.summary import Summary
 from outpace.errors import OutpaceError
 
 
-def write(record: Record, summary: Summary, path: Path) -> None:
+def write(record: BenchRecord, summary: Summary, path: Path) -> None:
     try:
         path.write_text(render(record, summary), encoding="utf-8")
     except OSError as error:
         raise OutpaceError(f"cannot write the report: {error}") from error
 
 
-def render(record: Record, summary: Summary) -> str:
+def render(record: BenchRecord, summary: Summary) -> str:
     from jinja2 import Environment
     from markupsafe import Markup
 

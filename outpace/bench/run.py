@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Settings:
+class AnswerSettings:
     """How an answer is made."""
 
     max_tokens: int = 64
@@ -45,7 +45,7 @@ class Group:
     condition: Condition
     names: list[str]
     prompts: list[list[int]]
-    settings: Settings = Settings()
+    settings: AnswerSettings = AnswerSettings()
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Contestant(Protocol):
     def fresh(self) -> None:
         """Forget what was learned from earlier prompts."""
 
-    def run(self, prompts: list[list[int]], settings: Settings) -> Run:
+    def run(self, prompts: list[list[int]], settings: AnswerSettings) -> Run:
         """Answer these prompts as one batch, on the clock, with an empty cache."""
 
 

@@ -15,7 +15,7 @@ TRANSFORMERS = "Transformers"
 
 
 @dataclass(frozen=True)
-class Spec:
+class MethodSpec:
     """A method, policy or verifier with options: "name" or "name:option=value,option=value"."""
 
     text: str
@@ -23,17 +23,17 @@ class Spec:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, given: str) -> Spec:
+    def parse(cls, given: str) -> MethodSpec:
         return cls(given, *registry.parse(given))
 
     @classmethod
-    def checked(cls, kind: str, given: str) -> Spec:
+    def checked(cls, kind: str, given: str) -> MethodSpec:
         """A policy or a verifier, refused here if there is none of this name with these options."""
         catalogue.check(kind, given)
         return cls.parse(given)
 
 
-def specs(given: Seq[str], draft: bool) -> list[Spec]:
+def specs(given: Seq[str], draft: bool) -> list[MethodSpec]:
     """The methods to run, plain first; without names, all lossless ones that can run with what there is. Trained heads
     have to be named: most models have none."""
     able = {"draft"} if draft else set[str]()
@@ -42,7 +42,7 @@ def specs(given: Seq[str], draft: bool) -> list[Spec]:
         for name, entry in catalogue.entries("method").items()
         if set(entry.required) <= able and entry.lossless and "head" not in entry.options
     ]
-    found = [Spec.parse(text) for text in dict.fromkeys([PLAIN, *names])]
+    found = [MethodSpec.parse(text) for text in dict.fromkeys([PLAIN, *names])]
     for spec in found:
         if "draft" in catalogue.entry("method", spec.name).required and not draft:
             raise UsageError(f"method {spec.name!r} needs a draft model: add --draft MODEL")

@@ -9,7 +9,7 @@ from functools import reduce
 
 import numpy as np
 
-from outpace.bench.record import Record
+from outpace.bench.record import BenchRecord
 from outpace.bench.run import Condition, Run
 from outpace.bench.specs import PLAIN, TRANSFORMERS
 from outpace.core.sequence import first_difference
@@ -29,7 +29,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class DifferentAnswer:
     """An answer that is not plain decoding's."""
 
     prompt: str
@@ -54,7 +54,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Figures:
+class SliceFigures:
     """What one contestant did in one slice; counts are of one round."""
 
     contestant: str
@@ -69,7 +69,7 @@ class Figures:
     draft_share: float | None  # of the time that the loop counts
     memory: int | None  # peak, in bytes
     compared: int  # answers that should be plain's
-    divergences: list[Divergence]
+    divergences: list[DifferentAnswer]
     speedups: dict[str, Interval] = field(default_factory=dict)  # over each baseline
 
 
@@ -79,8 +79,8 @@ class Summary:
 
     contestants: list[str]
     baselines: list[str]
-    total: list[Figures]
-    parts: list[list[Figures]]  # each list is a slice
+    total: list[SliceFigures]
+    parts: list[list[SliceFigures]]  # each list is a slice
 
 
 def speedup(runs: Iterable[Run], of: str, over: str) -> Interval:
@@ -118,12 +118,12 @@ def _medians(runs: Iterable[Run], contestant: str) -> dict[int, tuple[float, flo
     }
 
 
-def divergences(record: Record, runs: Iterable[Run], contestant: str) -> list[Divergence]:
+def divergences(record: BenchRecord, runs: Iterable[Run], contestant: str) -> list[DifferentAnswer]:
     """Answers that differ from plain decoding's in any round, each once."""
     runs = list(runs)
     plain = {(run.group, run.round): run for run in runs if run.contestant == PLAIN}
     groups = {group.number: group for group in record.groups}
-    found: dict[tuple[int, int], Divergence] = {}
+    found: dict[tuple[int, int], DifferentAnswer] = {}
     for run in runs:
         base = plain.get((run.group, run.round))
         if run.contestant != contestant or not run.compared or base is None:
@@ -133,11 +133,11 @@ def divergences(record: Record, runs: Iterable[Run], contestant: str) -> list[Di
             if position is not None:
                 where = run.condition
                 name = f"{where.task} {groups[run.group].names[index]}"
-                found.setdefault((run.group, index), Divergence(name, where.batch, where.temperature, position))
+                found.setdefault((run.group, index), DifferentAnswer(name, where.batch, where.temperature, position))
     return list(found.values())
 
 
-def summarize(record: Record) -> Summary:
+def summarize(record: BenchRecord) -> Summary:
     present = {run.contestant for run in record.runs}
     contestants = [name for name in record.header["contestants"] if name in present]
     baselines = [name for name in contestants if name == PLAIN or name.startswith(TRANSFORMERS)]
@@ -146,7 +146,7 @@ def summarize(record: Record) -> Summary:
     return Summary(contestants, baselines, found[0], found[1:])
 
 
-def _slices(record: Record) -> Iterator[Slice]:
+def _slices(record: BenchRecord) -> Iterator[Slice]:
     """The total; each batch size and temperature, if there are several; each condition."""
     conditions = list(dict.fromkeys(run.condition for run in record.runs))
     sweeps = list(dict.fromkeys((c.batch, c.temperature) for c in conditions))
@@ -166,7 +166,7 @@ def _slices(record: Record) -> Iterator[Slice]:
         yield Slice(label + where(c.batch, c.temperature), c.task, c.batch, c.context, c.temperature)
 
 
-def _figures(record: Record, contestant: str, part: Slice, baselines: Seq[str]) -> Figures | None:
+def _figures(record: BenchRecord, contestant: str, part: Slice, baselines: Seq[str]) -> SliceFigures | None:
     """None where the run was broken off before it got there."""
     inside = [run for run in record.runs if part.holds(run.condition)]
     own = [run for run in inside if run.contestant == contestant]
@@ -177,7 +177,7 @@ def _figures(record: Record, contestant: str, part: Slice, baselines: Seq[str]) 
     stats = reduce(Stats.merge, counted) if counted else None
     groups = {run.group for run in own}
     shared = [b for b in baselines if any(run.contestant == b and run.group in groups for run in inside)]
-    return Figures(
+    return SliceFigures(
         contestant=contestant,
         part=part,
         answers=sum(len(run.tokens) for run in once),

@@ -12,9 +12,9 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from outpace.bench.record import Record
+from outpace.bench.record import BenchRecord
 from outpace.bench.specs import PLAIN, TRANSFORMERS
-from outpace.bench.summary import Figures, Interval, Summary
+from outpace.bench.summary import Interval, SliceFigures, Summary
 
 NAME = 19  # columns of a terminal for a name
 STYLES = {"good": "green", "bad": "red", "": ""}
@@ -30,7 +30,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Heads and rows; the first column is a name."""
 
     title: str
@@ -47,14 +47,14 @@ def machine(header: dict[str, Any]) -> str:
     return f"{model}; {where}; {shown}; {header['date'][:10]}"
 
 
-def totals(figures: Seq[Figures], baselines: Seq[str]) -> Table:
+def totals(figures: Seq[SliceFigures], baselines: Seq[str]) -> TextTable:
     """One line for each contestant."""
     heads = ["", "tokens/s", *(f"x {name}" for name in baselines)]
     heads += ["differ from plain", "tokens per pass", "accepted", "draft time", "peak GB"]
-    return Table(figures[0].part.label, heads, [_line(one, baselines) for one in figures])
+    return TextTable(figures[0].part.label, heads, [_line(one, baselines) for one in figures])
 
 
-def _line(figures: Figures, baselines: Seq[str]) -> list[Cell]:
+def _line(figures: SliceFigures, baselines: Seq[str]) -> list[Cell]:
     ratios = [_ratio(figures.speedups.get(base), base == figures.contestant) for base in baselines]
     differ = f"{len(figures.divergences)} of {figures.compared}" if figures.compared else "not compared"
     return [
@@ -78,7 +78,7 @@ def _ratio(found: Interval | None, itself: bool = False) -> Cell:
     return Cell(f"{found.value:.2f}", f"{found.low:.2f}-{found.high:.2f}", mood)
 
 
-def by_part(summary: Summary) -> Table:
+def by_part(summary: Summary) -> TextTable:
     """Speed-up over plain decoding of every contestant in every slice."""
     others = [name for name in summary.contestants if name != PLAIN]
     rows = []
@@ -87,10 +87,10 @@ def by_part(summary: Summary) -> Table:
         speed = f"{found[PLAIN].tokens_per_second:.1f}" if PLAIN in found else ""
         cells = [_ratio(found[name].speedups.get(PLAIN)) if name in found else Cell("") for name in others]
         rows.append([Cell(part[0].part.label), Cell(speed), *cells])
-    return Table("x plain, by task", ["", "plain, tokens/s", *others], rows)
+    return TextTable("x plain, by task", ["", "plain, tokens/s", *others], rows)
 
 
-def notes(record: Record, summary: Summary) -> list[str]:
+def notes(record: BenchRecord, summary: Summary) -> list[str]:
     """Who did not take part, and which answers differ."""
     found = [f"{name} was left out: {why}" for name, why in record.left_out.items()]
     for figures in summary.total:
@@ -100,7 +100,7 @@ def notes(record: Record, summary: Summary) -> list[str]:
     return found
 
 
-def to_rich(table: Table, width: int) -> RichTable:
+def to_rich(table: TextTable, width: int) -> RichTable:
     """For a terminal of this width: where intervals have no room the colour has to do, and the last columns go."""
     beside = sum(_widths(table, beside=True)) <= width
     ends = list(accumulate(_widths(table, beside)))
@@ -115,7 +115,7 @@ def to_rich(table: Table, width: int) -> RichTable:
     return shown
 
 
-def _widths(table: Table, beside: bool) -> list[int]:
+def _widths(table: TextTable, beside: bool) -> list[int]:
     """Columns of the terminal that each column of the table needs; a name may be broken."""
     found = [NAME]
     for index, head in enumerate(table.heads[1:], start=1):
@@ -136,13 +136,13 @@ def _rich(cell: Cell, beside: bool) -> Text:
     return Text(cell.text, style=STYLES[cell.mood]) + below
 
 
-def to_markdown(table: Table) -> str:
+def to_markdown(table: TextTable) -> str:
     lines = [table.heads, ["---"] * len(table.heads)]
     lines += [[f"{cell.text} ({cell.beside})" if cell.beside else cell.text for cell in row] for row in table.rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def markdown(record: Record, summary: Summary) -> str:
+def markdown(record: BenchRecord, summary: Summary) -> str:
     """Command, machine and tables."""
     parts = [
         f"`{record.header['command']}`",

@@ -72,7 +72,7 @@ def advise(
     lm = load_model(model, loading)
     drafts = {name: load_model(name, loading) for name in draft}
     encoded = [tasks.encode(prompt, lm) for prompt in found]
-    question = advice.Question(lm, drafts, encoded, max_tokens, sampling)
+    question = advice.AdviceQuestion(lm, drafts, encoded, max_tokens, sampling)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=stderr, transient=True) as progress:
 

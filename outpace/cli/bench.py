@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from outpace.bench import markers, plan as planning
-from outpace.bench.plan import Plan
-from outpace.bench.specs import Spec, specs
+from outpace.bench.plan import BenchPlan
+from outpace.bench.specs import MethodSpec, specs
 from outpace.cli import checks
 from outpace.cli.common import (
     DEFAULT_MODEL,
@@ -50,7 +50,7 @@ from outpace.errors import UsageError
 
 if TYPE_CHECKING:
     from outpace.api.model import Model
-    from outpace.bench.record import Record, Writer
+    from outpace.bench.record import BenchRecord, Writer
     from outpace.bench.run import Contestant, Group, Run
     from outpace.bench.summary import Summary
 
@@ -84,17 +84,17 @@ Update = Annotated[
 
 
 @dataclass(frozen=True)
-class Setup:
+class BenchSetup:
     """What is loaded and measured, and where it is written."""
 
     model: str
     draft: str | None
     loading: Loading
-    methods: list[Spec]
-    policies: list[Spec]
-    verifier: Spec | None
+    methods: list[MethodSpec]
+    policies: list[MethodSpec]
+    verifier: MethodSpec | None
     transformers: bool
-    plan: Plan
+    plan: BenchPlan
     rounds: int
     output: Path
     trace: Path | None
@@ -149,17 +149,17 @@ def bench(
         found, folder = recording.read(source), output or source.parent
     else:
         folder = output or Path(f"outpace-bench-{datetime.now():%Y%m%d-%H%M%S}")
-        plan = Plan(
+        plan = BenchPlan(
             tuple(task), prompts, limit, tuple(batch), tuple(context), tuple(temperature), top_p, top_k, seed,
             max_tokens,
         )  # fmt: skip
         loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
         loading.check(model, draft)
         checks.writable(trace, "the trace")
-        policies = [Spec.checked("policy", text) for text in dict.fromkeys(policy)]
-        rule = Spec.checked("verifier", verifier) if verifier else None
+        policies = [MethodSpec.checked("policy", text) for text in dict.fromkeys(policy)]
+        rule = MethodSpec.checked("verifier", verifier) if verifier else None
         found = _measured(
-            Setup(
+            BenchSetup(
                 model, draft, loading, specs(method, draft is not None), policies, rule, transformers, plan, rounds,
                 folder, trace, given,
             )
@@ -181,12 +181,12 @@ def _place(update: str | None) -> tuple[Path, str] | None:
     return Path(path), name
 
 
-def _measured(setup: Setup) -> Record:
+def _measured(setup: BenchSetup) -> BenchRecord:
     """Load, prepare, warm up, measure. Ctrl-C ends the measuring, not the report."""
     prompts = planning.load(setup.plan)
     from outpace.bench import record as recording
     from outpace.bench.contestants import sweep, theirs
-    from outpace.bench.record import Record, Writer
+    from outpace.bench.record import BenchRecord, Writer
 
     draft, lm = load_draft(setup.draft, setup.loading), load_model(setup.model, setup.loading)
     ours = sweep(lm, setup.methods, draft, setup.policies, setup.verifier)
@@ -195,7 +195,7 @@ def _measured(setup: Setup) -> Record:
         groups = _prepared(setup.plan, lm, prompts, bars)
         everyone: list[Contestant] = [ours[0], *others, *ours[1:]]  # the plain loops first
         header = recording.provenance(lm, shlex.join(["outpace", *sys.argv[1:]]), setup.arguments)
-        found = Record(header | {"contestants": [c.name for c in everyone]}, groups)
+        found = BenchRecord(header | {"contestants": [c.name for c in everyone]}, groups)
         with Writer(setup.output / "runs.jsonl", found.header, groups) as out:
             _run(found, everyone, setup.rounds, out, bars)
         if writer is not None and not found.interrupted:
@@ -208,12 +208,12 @@ def _measured(setup: Setup) -> Record:
     return found
 
 
-def _prepared(plan: Plan, lm: Model, prompts: list[Any], bars: Progress) -> list[Group]:
+def _prepared(plan: BenchPlan, lm: Model, prompts: list[Any], bars: Progress) -> list[Group]:
     bar = bars.add_task("prompts", total=sum(len(prompt.turns) for prompt in prompts))
     return planning.groups(plan, planning.ask(plan, lm, prompts, lambda: bars.advance(bar)))
 
 
-def _run(found: Record, everyone: list[Contestant], rounds: int, out: Writer, bars: Progress) -> None:
+def _run(found: BenchRecord, everyone: list[Contestant], rounds: int, out: Writer, bars: Progress) -> None:
     from outpace.bench.run import measure, warm_up
 
     bar = bars.add_task("warm-up", total=len(everyone))
@@ -241,7 +241,7 @@ def _progress() -> Iterator[Progress]:
         yield bars
 
 
-def _report(found: Record, folder: Path, place: tuple[Path, str] | None, page: bool) -> Summary:
+def _report(found: BenchRecord, folder: Path, place: tuple[Path, str] | None, page: bool) -> Summary:
     from outpace.bench import report, tables
     from outpace.bench.summary import summarize
 
@@ -256,7 +256,7 @@ def _report(found: Record, folder: Path, place: tuple[Path, str] | None, page: b
     return summary
 
 
-def _show(found: Record, summary: Summary, as_json: bool, markdown: bool) -> None:
+def _show(found: BenchRecord, summary: Summary, as_json: bool, markdown: bool) -> None:
     from outpace.bench import tables
 
     if as_json:

@@ -20,7 +20,7 @@ from outpace.errors import UsageError
 
 if TYPE_CHECKING:
     from outpace.advise.tune_graft import Calibration
-    from outpace.drafting.slim_search import Found
+    from outpace.drafting.slim_search import LayerChoice
     from outpace.tracing.trace import Trace
 
 TEXTS, LENGTH = 8, 128  # that a search for layers looks at: so many, and tokens of each
@@ -123,7 +123,7 @@ def _layers(name: str, traces: Seq[Trace], wanted: tuple[float, int], loading: L
     return asdict(found), _layers_table(found, model.stack)
 
 
-def _layers_table(found: Found, count: int) -> Table:
+def _layers_table(found: LayerChoice, count: int) -> Table:
     table = Table("layers kept", "of", "cost", "left out evenly", "same first choice", "choices tried")
     table.title, table.title_justify = "via_sd: layers of the slim verifier", "left"
     table.add_row(

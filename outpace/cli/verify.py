@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from outpace.prompts.tasks import Prompt
     from outpace.verify.plan import Subject
     from outpace.verify.records import Check
-    from outpace.verify.suite import Question
+    from outpace.verify.suite import PlannedCheck
 
 Methods = Annotated[
     list[str], typer.Option("--method", help="A method, or name:option=value,...; may be repeated. Default: all.")
@@ -161,7 +161,7 @@ class Urls:
     model: str | None
 
 
-def _of_server(urls: Urls, local: Model | None, prompts: list[Prompt], plan: dict[str, Any]) -> list[Question]:
+def _of_server(urls: Urls, local: Model | None, prompts: list[Prompt], plan: dict[str, Any]) -> list[PlannedCheck]:
     from outpace.verify.servers.answers import ServerPlan
     from outpace.verify.servers.client import Server
     from outpace.verify.servers.suite import server_questions
@@ -175,16 +175,16 @@ def _of_server(urls: Urls, local: Model | None, prompts: list[Prompt], plan: dic
 
 def _of_model(
     lm: Model, subjects: list[Subject], prompts: list[Prompt], plan: dict[str, Any], hf: bool
-) -> list[Question]:
-    from outpace.verify.plan import Plan
+) -> list[PlannedCheck]:
+    from outpace.verify.plan import VerifyPlan
     from outpace.verify.suite import questions
 
     answers = {i: prompt.answer for i, prompt in enumerate(prompts) if prompt.answer is not None}
     encoded = [tasks.encode(prompt, lm) for prompt in prompts]
-    return questions(Plan(lm, encoded, answers=answers, **plan), subjects, hf)
+    return questions(VerifyPlan(lm, encoded, answers=answers, **plan), subjects, hf)
 
 
-def _answers(asked: list[Question]) -> Iterator[Check]:
+def _answers(asked: list[PlannedCheck]) -> Iterator[Check]:
     """Checks, with a bar that says which one runs."""
     from outpace.verify.suite import answered
 

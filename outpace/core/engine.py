@@ -36,7 +36,7 @@ class Event:
     rows: int = 1  # requests that shared the pass
 
 
-class Flight(NamedTuple):
+class PassInFlight(NamedTuple):
     """A pass on its way."""
 
     trees: dict[int, Tree]
@@ -125,7 +125,7 @@ class Engine:
         self.target.clear()
         return [Event(seq) for seq in failed]
 
-    def _begin(self) -> Flight:
+    def _begin(self) -> PassInFlight:
         """Guess, and send the pass off."""
         seconds: dict[str, float] = {}
         with timed(seconds, "prefill"):
@@ -136,9 +136,9 @@ class Engine:
             scores = self._score(trees, failed)
             if self.overlaps:
                 self._ahead(trees)
-        return Flight(trees, scores, [Event(seq) for seq in failed], seconds)
+        return PassInFlight(trees, scores, [Event(seq) for seq in failed], seconds)
 
-    def _end(self, flight: Flight) -> list[Event]:
+    def _end(self, flight: PassInFlight) -> list[Event]:
         """Wait for the pass, and commit what it says to the requests that run."""
         trees, scores, events, seconds = flight.trees, flight.scores, flight.events, flight.seconds
         with timed(seconds, "score"):

@@ -25,7 +25,7 @@ class Scores:
 
     logits: Tensor  # [nodes, vocab]
     hidden: Tensor | None = None  # [nodes, taps], for rows acquired with taps
-    chosen: Chosen | None = None  # by the model itself, where it was asked to and can
+    chosen: Picked | None = None  # by the model itself, where it was asked to and can
 
 
 class Reference(Protocol):
@@ -47,7 +47,7 @@ class LM(Protocol):
     asynchronous: bool  # True: `score` returns before the pass is done
     handy: bool  # False: to look at logits takes a while, beside the choices of `picks`
     stack: int  # layers that can be taken apart; 0: none can
-    ends: Ends | None  # its embeddings and its output matrix, which heads borrow; None: it has no such matrices
+    ends: Embeddings | None  # its embeddings and its output matrix, which heads borrow; None: it has no such matrices
     worker: Worker  # whose thread runs its passes; models that share weights or rows share it
 
     def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
@@ -70,7 +70,9 @@ class LM(Protocol):
     def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
         """Behind a pass of roots: begin the next one, with what it chooses there as roots; whether that could be."""
 
-    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
+    def guess(
+        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    ) -> list[list[DraftToken]] | None:
         """The model's own chains or trees after each row and its `token`, parents first; None: ask `score` by level."""
 
     def slice(self, layers: Seq[int], eager: bool = False) -> LM:
@@ -98,12 +100,12 @@ class LM(Protocol):
     def reference(self) -> Reference:
         """The model by itself, to compare with."""
 
-    def memory(self, tokens: int) -> Memory | None:
+    def memory(self, tokens: int) -> MemoryNeed | None:
         """What the weights take, and the cache of so many tokens; None when this model does not know."""
 
 
 @dataclass
-class Chosen:
+class Picked:
     """The choice at each node, and the largest logit there, which is not finite where no choice could be made."""
 
     tokens: Seq[int]  # found when they are looked at, perhaps
@@ -120,7 +122,7 @@ class Chosen:
         """Until the choices are made."""
 
 
-class Shape(NamedTuple):
+class DraftShape(NamedTuple):
     """Of what a model is to guess by itself: a chain, or a tree."""
 
     depth: int
@@ -128,7 +130,7 @@ class Shape(NamedTuple):
     nodes: int = 0  # of a tree, the likeliest ones
 
 
-class Guess(NamedTuple):
+class DraftToken(NamedTuple):
     """A token that a model guesses, and how likely it held it."""
 
     token: int
@@ -137,7 +139,7 @@ class Guess(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ends:
+class Embeddings:
     """What enters a model's first layer for a token, and what its last state is compared with for each token."""
 
     embed: Tensor  # [vocab, hidden]
@@ -160,7 +162,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryNeed:
     """Bytes of the weights, of the cache for some tokens, and what the cache may have."""
 
     weights: int

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from outpace.core.lm import LM, Memory
+from outpace.core.lm import LM, MemoryNeed
 from outpace.core.sequence import Sequence
 from outpace.errors import CacheFull, UsageError
 
@@ -101,7 +101,7 @@ class Scheduler:
             seq.row = None
 
 
-def _advice(memory: Memory, prompt: int) -> str:
+def _advice(memory: MemoryNeed, prompt: int) -> str:
     most = memory.available // memory.token - prompt
     return f"lower max_tokens to {most}" if most > 0 else f"the prompt alone has {prompt} tokens"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from outpace.cross_tokenizer.vocabulary import Pieces, complete
+from outpace.cross_tokenizer.vocabulary import Vocabulary, complete
 
 WINDOW = 8  # tokens of the target before a guess that are read with it
 NEARLY_ALL = 0.98  # of a text is spelled with shared tokens: their guesses are then as good as the draft's own
@@ -14,7 +14,7 @@ MOST = 0.6  # of a text: enough for the shared noise to be worth more than the o
 class Pair:
     """`ours` is the target's side, `theirs` the draft's."""
 
-    def __init__(self, ours: Pieces, theirs: Pieces):
+    def __init__(self, ours: Vocabulary, theirs: Vocabulary):
         self.ours, self.theirs = ours, theirs
         self.special, self.special_back = _specials(ours, theirs)
         spelled = {i: theirs.ids[piece] for i, piece in enumerate(ours.spelled) if piece in theirs.ids}
@@ -99,7 +99,7 @@ def _from_character(data: bytes) -> bytes:
     return data
 
 
-def _specials(ours: Pieces, theirs: Pieces) -> tuple[dict[int, int], dict[int, int]]:
+def _specials(ours: Vocabulary, theirs: Vocabulary) -> tuple[dict[int, int], dict[int, int]]:
     """Special tokens of the same name, else of the same role; from the target to the draft, and back."""
     named = {name: i for i, name in reversed(theirs.specials.items())}
     there = {i: named[name] for i, name in ours.specials.items() if name in named}

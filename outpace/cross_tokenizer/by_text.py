@@ -18,7 +18,7 @@ from outpace.sampling.settings import Sampling
 
 
 @dataclass
-class Asked(Policy):
+class ShadowPolicy(Policy):
     """The policy of a request, asked about its shadow."""
 
     policy: Policy | None = None
@@ -40,7 +40,7 @@ class Shadow(NamedTuple):
     follower: Follower
 
 
-class Told(NamedTuple):
+class AlignedPath(NamedTuple):
     """A path of the draft's tree: its bytes, and where in them each of its tokens begins and what was known of it."""
 
     text: bytes
@@ -50,7 +50,7 @@ class Told(NamedTuple):
 
 
 @dataclass(eq=False)
-class Retold(Drafter):
+class TextDrafter(Drafter):
     """`inner` drafts in the draft's tokens, for shadows of the requests."""
 
     inner: Drafter
@@ -76,7 +76,7 @@ class Retold(Drafter):
         return shadow
 
     def _shadow(self, seq: Sequence) -> Shadow:
-        policy, limits = Asked(policy=seq.policy, seq=seq), Limits(seq.limits.max_tokens)
+        policy, limits = ShadowPolicy(policy=seq.policy, seq=seq), Limits(seq.limits.max_tokens)
         shadow = Sequence([], limits, Sampler(Sampling()), self.inner, Match(), policy)
         shadow.vocab = self.pair.theirs.vocab
         return Shadow(shadow, Follower(self.pair, self.context))
@@ -98,7 +98,7 @@ class Retold(Drafter):
                 tree.add(node, told.last, told.signals[-1])
         return tree
 
-    def _told(self, tree: Tree, path: list[int], begins: bool) -> Told:
+    def _told(self, tree: Tree, path: list[int], begins: bool) -> AlignedPath:
         text, starts, signals, last = b"", [], [], None
         for node in path:
             token, signal = tree.tokens[node], tree.signals[node]
@@ -112,7 +112,7 @@ class Retold(Drafter):
             starts.append(len(text))
             signals.append(signal)
             text += piece
-        return Told(text, starts, signals, last)
+        return AlignedPath(text, starts, signals, last)
 
 
 def _paths(tree: Tree) -> Iterator[list[int]]:
@@ -123,7 +123,7 @@ def _paths(tree: Tree) -> Iterator[list[int]]:
             yield tree.path(node)[1:]
 
 
-def _signal(told: Told, since: int, end: int) -> Signal:
+def _signal(told: AlignedPath, since: int, end: int) -> Signal:
     """What the draft knew of these bytes: of all tokens that begin in them; inside of one there is nothing to guess."""
     begun = [signal for at, signal in zip(told.starts, told.signals, strict=False) if since <= at < end]
     prob = 1.0

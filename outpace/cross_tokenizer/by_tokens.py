@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.core.lm import LM, Ends, Guess, Memory, Picks, Reference, Scores, Shape
+from outpace.core.lm import LM, DraftShape, DraftToken, Embeddings, MemoryNeed, Picks, Reference, Scores
 from outpace.core.tree import ROOT, Tree
 from outpace.cross_tokenizer.alignment import Pair
 from outpace.cross_tokenizer.follower import TokenFollower
-from outpace.cross_tokenizer.vocabulary import Pieces
+from outpace.cross_tokenizer.vocabulary import Vocabulary
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.sampling.sampler import Pick
 
@@ -22,7 +22,7 @@ PADDING = 0.9  # vocabularies of one tokenizer differ by less
 
 
 @dataclass
-class Held:
+class TranslatedSlot:
     """A row: the target's tokens that it should hold, and the tree scored last in the draft's tokens."""
 
     follower: TokenFollower
@@ -30,25 +30,25 @@ class Held:
     tree: Tree | None = None
 
 
-class Translated:
+class TranslatedLM:
     """Tokens become the draft's on the way in; on the way out its logits are those of the tokens that both have."""
 
     stack = 0  # it drafts, and is not taken apart
-    ends: Ends | None = None
+    ends: Embeddings | None = None
 
     def __init__(self, lm: LM, pair: Pair):
         self.lm, self.pair, self.worker = lm, pair, lm.worker
         self.vocab = pair.ours.vocab
         self.context = sys.maxsize  # what a follower holds slides
         self.trees, self.asynchronous, self.handy = lm.trees, lm.asynchronous, lm.handy
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, TranslatedSlot] = {}
         self._theirs = torch.tensor(list(pair.to_target), dtype=torch.long)
         self._ours = torch.tensor(list(pair.to_target.values()), dtype=torch.long)
 
     def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
         follower = TokenFollower(self.pair, self.lm.context)
         row = self.lm.acquire(follower.follow(tokens)[:-1] if tokens else [], taps)
-        self._held[row] = Held(follower, list(tokens))
+        self._held[row] = TranslatedSlot(follower, list(tokens))
         return row
 
     def release(self, row: int) -> None:
@@ -73,7 +73,9 @@ class Translated:
     def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
         return False
 
-    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
+    def guess(
+        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    ) -> list[list[DraftToken]] | None:
         """Noise is keyed by the target's tokens, which the draft does not know: it goes by itself only without."""
         if shapes[0].width > 1 or any(pick.temperature for pick in picks):
             return None
@@ -100,7 +102,7 @@ class Translated:
     def reference(self) -> Reference:
         return self.lm.reference()
 
-    def memory(self, tokens: int) -> Memory | None:
+    def memory(self, tokens: int) -> MemoryNeed | None:
         return self.lm.memory(tokens)
 
     def slice(self, layers: Seq[int], eager: bool = False) -> LM:
@@ -126,7 +128,7 @@ class Translated:
         assert len(told) == len(tree), "only tokens that both have can be scored"
         return told
 
-    def _known(self, chain: list[Guess]) -> list[Guess]:
+    def _known(self, chain: list[DraftToken]) -> list[DraftToken]:
         found = []
         for guess in chain:
             if guess.token not in self.pair.to_target:
@@ -141,7 +143,7 @@ class Translated:
 
 
 @dataclass(frozen=True)
-class Side:
+class NamedModel:
     """A model with its tokenizer, and what to call it."""
 
     lm: LM
@@ -149,7 +151,7 @@ class Side:
     name: str
 
 
-def translated(target: Side, draft: Side) -> LM:
+def translated(target: NamedModel, draft: NamedModel) -> LM:
     """The draft as the target's tokens see it: as it is if the two have one vocabulary."""
     if target.tokenizer is None or draft.tokenizer is None:
         sizes = sorted((target.lm.vocab, draft.lm.vocab))
@@ -161,8 +163,8 @@ def translated(target: Side, draft: Side) -> LM:
         return draft.lm
     if target.tokenizer is draft.tokenizer or _vocabulary(target.tokenizer) == _vocabulary(draft.tokenizer):
         return draft.lm
-    return Translated(
-        draft.lm, Pair(Pieces(target.tokenizer, target.lm.vocab), Pieces(draft.tokenizer, draft.lm.vocab))
+    return TranslatedLM(
+        draft.lm, Pair(Vocabulary(target.tokenizer, target.lm.vocab), Vocabulary(draft.tokenizer, draft.lm.vocab))
     )
 
 

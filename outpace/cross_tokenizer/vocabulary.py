@@ -19,7 +19,7 @@ BROKEN = "\ufffd"
 Spelling = Callable[[list[Any]], list[bytes | None]]
 
 
-class Pieces:
+class Vocabulary:
     """A tokenizer as the bridge sees it; `vocab` is the size of its model's logits, often more than it has tokens."""
 
     def __init__(self, tokenizer: Any, vocab: int):

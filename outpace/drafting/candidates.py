@@ -14,7 +14,7 @@ from outpace.core.tree import Signal
 TOP = 10  # draft probabilities that policies see
 
 
-class Outlook(NamedTuple):
+class RankedCandidates(NamedTuple):
     """What could follow: the likeliest first or, where the target samples, what the noise puts first."""
 
     tokens: list[int]
@@ -27,7 +27,7 @@ class Outlook(NamedTuple):
         return Signal(self.chances[rank], self.entropy, self.top)
 
 
-def outlooks(seq: Sequence, logits: Tensor, prefixes: Seq[list[int]], width: int) -> list[Outlook]:
+def ranked_candidates(seq: Sequence, logits: Tensor, prefixes: Seq[list[int]], width: int) -> list[RankedCandidates]:
     """Of several places at once, at most `width` tokens each."""  # [places, vocab]
     sampler, shared = seq.sampler, seq.verifier.shares_noise
     shaped, drawn = sampler.shapes(logits, prefixes), not shared and not sampler.greedy
@@ -49,11 +49,11 @@ def outlooks(seq: Sequence, logits: Tensor, prefixes: Seq[list[int]], width: int
     return [_outlook(row, count, one) for row, one in zip(read, own, strict=True)]
 
 
-def _outlook(row: list[float], count: int, law: Tensor | None) -> Outlook:
+def _outlook(row: list[float], count: int, law: Tensor | None) -> RankedCandidates:
     """From one row of numbers: so many tokens, their chances, the largest probabilities, how many can be, entropy."""
     possible = int(row[-2])
     tokens = [int(token) for token in row[:count][:possible]]
-    return Outlook(tokens, row[count : 2 * count][:possible], row[-1], tuple(row[2 * count : -2]), law)
+    return RankedCandidates(tokens, row[count : 2 * count][:possible], row[-1], tuple(row[2 * count : -2]), law)
 
 
 def _noised(seq: Sequence, shaped: Tensor, prefixes: Seq[list[int]]) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from outpace.core.tree import ROOT, Budget, Floor, Tree
-from outpace.drafting.rank_template import Slot, likely_ranks
+from outpace.drafting.rank_template import TemplateNode, likely_ranks
 from outpace.drafting.successor_table import EMPTY, Successors
 from outpace.errors import UsageError
 
@@ -91,7 +91,7 @@ def prune(tree: Tree, gates: Seq[Gate], nodes: int) -> Tree:
     return tree.select([ROOT, *sorted(inside, key=lambda node: (-chances[node], node))[:room]])
 
 
-def fill(tree: Tree, slots: Seq[Slot], known: Successors, budget: Budget, source: str) -> Tree:
+def fill(tree: Tree, slots: Seq[TemplateNode], known: Successors, budget: Budget, source: str) -> Tree:
     """Put the template's successors of the root into the places that are left, beside or below what is there."""
     place: list[int | None] = []
     for slot in slots:

@@ -13,15 +13,15 @@ from outpace.core.sequence import Sequence
 from outpace.core.tree import Budget, Tree
 from outpace.drafting import parallel_trees
 from outpace.drafting.candidates import fitted
-from outpace.drafting.linked_heads import LinkedLM, Told
-from outpace.drafting.model_drafter import Growing, Held, SelfDrafting
-from outpace.errors import Headless
+from outpace.drafting.linked_heads import LinkedDistributions, LinkedLM
+from outpace.drafting.model_drafter import DraftSlot, ModelDrafter, SelfDrafting
+from outpace.errors import HeadNotFound
 from outpace.heads import store
 from outpace.heads.parallel import Parallel, Text
 from outpace.heads.recursive import Recursive
-from outpace.models.compiled.cpu import FastLM
+from outpace.models.compiled.cpu import CompiledLM
 from outpace.models.compiled.layers import shortened
-from outpace.models.head_lm import Fed, fed
+from outpace.models.head_lm import HeadLM, adapt_head
 
 
 def states(seq: Sequence) -> Tensor | None:
@@ -36,12 +36,12 @@ def trained(kind: str, target: LM) -> bool:
     """Whether there is a head of this kind for this model."""
     try:
         store.resolve(kind, None, target)
-    except Headless:
+    except HeadNotFound:
         return False
     return True
 
 
-class Headed(SelfDrafting):
+class HeadDrafter(SelfDrafting):
     """A drafter whose model is a recursive head: a subclass brings the option `head` and those of a tree."""
 
     kind: ClassVar[str]  # of its head
@@ -59,7 +59,7 @@ class Headed(SelfDrafting):
         head = store.resolve(self.kind, self.head, target)
         assert isinstance(head, Recursive)
         self._head = head
-        return fed(head, compiled=isinstance(target, FastLM))  # type: ignore[return-value]
+        return adapt_head(head, compiled=isinstance(target, CompiledLM))  # type: ignore[return-value]
 
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         """Rows whose states are not all there yet wait for the next pass."""
@@ -77,13 +77,13 @@ class Headed(SelfDrafting):
         if hidden is None:
             return False
         lm, row = self.lm(seq), self.row(seq)
-        assert isinstance(lm, Fed)
+        assert isinstance(lm, HeadLM)
         first, entrance = lm.known(row, seq.tokens[:-1]), self._head.model
         lm.feed(row, first, entrance.fuse(hidden[first:].to(entrance.embed.weight.dtype)))
         return True
 
 
-class Slotted(Growing):
+class ParallelDrafter(ModelDrafter):
     """A drafter whose head guesses several tokens in one go: a subclass brings `head` and the options of a tree."""
 
     kind: ClassVar[str]  # of its head
@@ -105,9 +105,9 @@ class Slotted(Growing):
         if self._target is not seq.target:
             head = store.resolve(self.kind, self.head, seq.target)
             assert isinstance(head, Parallel)
-            slow = isinstance(seq.target, FastLM) and seq.target.device.type == "cpu"  # to read weights
+            slow = isinstance(seq.target, CompiledLM) and seq.target.device.type == "cpu"  # to read weights
             self._head, self._target = shortened(head) if slow else head, seq.target
-            self._vocab = store.ends_of(seq.target).vocab
+            self._vocab = store.embeddings_or_error(seq.target).vocab
             self._linked = LinkedLM(self._head, self._vocab) if head.spec.linked else None
         self.taps = self._head.spec.taps
 
@@ -118,7 +118,7 @@ class Slotted(Growing):
     def row(self, seq: Sequence) -> int:
         kept, lm = seq.memory(self, Text).kept, self.lm(seq)
         if "row" not in kept:
-            kept["row"] = Held(lm, lm.acquire([]))
+            kept["row"] = DraftSlot(lm, lm.acquire([]))
         return kept["row"].row
 
     @torch.no_grad()
@@ -145,7 +145,9 @@ class Slotted(Growing):
         """Trees of slots that are told what comes before them."""  # [rows, slots, hidden]
         if self.ranks:
             rows = zip(ready, made, strict=True)
-            laws = [(Told(lm, seq, own[: budget.depth], budget.width), budget) for (seq, budget), own in rows]
+            laws = [
+                (LinkedDistributions(lm, seq, own[: budget.depth], budget.width), budget) for (seq, budget), own in rows
+            ]
             return [parallel_trees.grown(law, budget, self.ranks) for law, budget in laws]
         for (seq, _), own in zip(ready, made, strict=True):
             lm.place(self.row(seq), own)

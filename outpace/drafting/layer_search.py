@@ -59,7 +59,7 @@ def without(stack: int, removed: Iterable[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ProbeText:
     """A text, and from which of its tokens on the choices that follow them count."""
 
     tokens: list[int]
@@ -93,11 +93,11 @@ def gain(matches: Matches, share: float, depth: int) -> float:
 
 
 @dataclass
-class Probe:
+class LayerProbe:
     """A model on texts that show what it would choose."""
 
     target: LM
-    samples: Seq[Sample]
+    samples: Seq[ProbeText]
     seen: dict[tuple[int, ...], Matches] = field(default_factory=dict)  # of sets of layers
 
     @cached_property

@@ -12,24 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Guess, Reference, Shape
+from outpace.core.lm import DraftShape, DraftToken, Reference
 from outpace.core.sequence import Sequence
-from outpace.drafting.candidates import Outlook, fitted, outlooks
+from outpace.drafting.candidates import RankedCandidates, fitted, ranked_candidates
 from outpace.errors import RequestFailed
 from outpace.heads.parallel import Parallel
 from outpace.models.cacheless import CachelessLM
-from outpace.models.compiled.device_tree import STATE, Fed, Levels, Trees
+from outpace.models.compiled.device_tree import STATE, DeviceTrees, DraftDevice, TreeLevels
 from outpace.models.compiled.draft_tree import SLOTS
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick
 
 ENDLESS = 1 << 62  # a text may be as long as it likes: its slots are all that is seen of it
 
 
-class Program(NamedTuple):
+class LinkedProgram(NamedTuple):
     """How trees of so many rows and of one width grow."""
 
-    trees: Trees
+    trees: DeviceTrees
     slots: Tensor  # [slots, rows, hidden]
 
 
@@ -44,7 +44,7 @@ class LinkedLM(CachelessLM):
         self.device = head.embed.weight.device
         self.choices = vocab if head.ids is None else len(head.ids)
         self._slots: dict[int, Tensor] = {}  # row -> [slots, hidden]
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._programs: dict[tuple[int, int], LinkedProgram] = {}
         self._memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
@@ -66,7 +66,7 @@ class LinkedLM(CachelessLM):
         raise NotImplementedError("slots say nothing by themselves")
 
     @torch.no_grad()
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         slots, before, tokens, counts = list[Tensor](), list[Tensor](), list[int](), list[int]()
         for job in jobs:
             assert job.tree is not None
@@ -83,10 +83,12 @@ class LinkedLM(CachelessLM):
         told = torch.tensor(tokens, device=self.device)
         states = self._told(torch.cat(slots), torch.cat(before), told)
         parts = zip(self._laws(states).split(counts), states.split(counts), strict=True)
-        return [Output(law, {STATE[0]: left}) for law, left in parts]
+        return [SegmentOutput(law, {STATE[0]: left}) for law, left in parts]
 
     @torch.no_grad()
-    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
+    def guess(
+        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    ) -> list[list[DraftToken]] | None:
         """Where nothing is sampled: all levels without a look at one."""
         width = shapes[0].width
         if any(pick.temperature for pick in picks) or width > self.choices or len(rows) > SLOTS[-1]:
@@ -98,11 +100,13 @@ class LinkedLM(CachelessLM):
         found = trees.grow(self.head.logits(left), left, shapes)
         return [grown.guesses(shape) for grown, shape in zip(found, shapes, strict=True)]
 
-    def _program(self, rows: int, width: int) -> Program:
+    def _program(self, rows: int, width: int) -> LinkedProgram:
         rows = rows if self._memory is None else next(n for n in SLOTS if n >= rows)
         if (rows, width) not in self._programs:
             steps, embed = self.head.spec.steps, self.head.embed.weight
-            levels = Levels.empty(steps, rows, width, self.head.ids, Fed(self.device, embed.shape[1], embed.dtype))
+            levels = TreeLevels.empty(
+                steps, rows, width, self.head.ids, DraftDevice(self.device, embed.shape[1], embed.dtype)
+            )
             slots = torch.zeros(steps, rows, embed.shape[1], dtype=embed.dtype, device=self.device)
 
             def advance() -> None:
@@ -112,7 +116,7 @@ class LinkedLM(CachelessLM):
                 left = self._told(own, levels.entering.flatten(0, 1), levels.tokens.flatten())
                 levels.advance(self.head.logits(left), left)
 
-            self._programs[rows, width] = Program(Trees(levels, advance, self._memory), slots)
+            self._programs[rows, width] = LinkedProgram(DeviceTrees(levels, advance, self._memory), slots)
         return self._programs[rows, width]
 
     def _told(self, slots: Tensor, before: Tensor, tokens: Tensor) -> Tensor:  # [nodes, hidden] twice, [nodes]
@@ -131,19 +135,19 @@ class LinkedLM(CachelessLM):
         return self._laws(before)
 
 
-class Told:
+class LinkedDistributions:
     """The laws of one request's next tokens, each asked for behind the guesses before it: as `slots.Slots`."""
 
     def __init__(self, lm: LinkedLM, seq: Sequence, slots: Tensor, width: int):  # [slots, hidden]
         self.lm, self.seq, self.slots, self.width = lm, seq, slots, width
-        self._seen: dict[tuple[int, ...], Outlook | None] = {}
+        self._seen: dict[tuple[int, ...], RankedCandidates | None] = {}
 
-    def behind(self, path: list[int]) -> Outlook | None:
+    def behind(self, path: list[int]) -> RankedCandidates | None:
         key = tuple(path)
         if len(path) < len(self.slots) and key not in self._seen:
             law = fitted(self.lm.behind(self.slots, [self.seq.tokens[-1], *path])[None], self.seq.vocab)
             try:
-                (self._seen[key],) = outlooks(self.seq, law, [self.seq.tokens + path], self.width)
+                (self._seen[key],) = ranked_candidates(self.seq, law, [self.seq.tokens + path], self.width)
             except RequestFailed:  # no token that the head knows is allowed here
                 self._seen[key] = None
         return self._seen.get(key)

@@ -14,10 +14,10 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from outpace.core.drafter import Shaped
-from outpace.core.lm import LM, Guess, Shape
+from outpace.core.lm import LM, DraftShape, DraftToken
 from outpace.core.sequence import Sequence
 from outpace.core.tree import ROOT, Budget, Signal, Tree
-from outpace.drafting.candidates import fitted, outlooks
+from outpace.drafting.candidates import fitted, ranked_candidates
 from outpace.errors import RequestFailed, UnsupportedModel
 from outpace.sampling.sampler import Pick
 
@@ -35,7 +35,7 @@ class Candidate:
 
 
 @dataclass
-class Growth:
+class TreeGrowth:
     """A tree on its way: what the draft scored, and all it would add to it."""
 
     seq: Sequence
@@ -48,7 +48,7 @@ class Growth:
     root: int = ROOT  # of the guesses; nodes before it are committed tokens
 
     @classmethod
-    def of(cls, seq: Sequence, budget: Budget, unsettled: int) -> Growth:
+    def of(cls, seq: Sequence, budget: Budget, unsettled: int) -> TreeGrowth:
         scored = Tree.chain(seq.tokens[-unsettled:])
         return cls(seq, budget, scored, {len(scored) - 1: 0.0}, root=len(scored) - 1)
 
@@ -62,14 +62,14 @@ class Growth:
         return [self.scored.tokens[n] for n in self.scored.path(node)[self.root + 1 :]]
 
 
-class Held(NamedTuple):
+class DraftSlot(NamedTuple):
     """The row of a draft that a request has."""
 
     lm: LM
     row: int
 
 
-class Growing(Shaped):
+class ModelDrafter(Shaped):
     """A drafter that asks a model: a subclass says which one, and brings the options of a tree."""
 
     model_source: str | None = ""  # all of its nodes, which have no other name than the drafter's
@@ -82,10 +82,10 @@ class Growing(Shaped):
     def row(self, seq: Sequence) -> int:
         """The slot of `lm` that this request has."""
         lm = self.lm(seq)
-        return seq.memory(self, lambda: Held(lm, lm.acquire(seq.tokens[:-1]))).row
+        return seq.memory(self, lambda: DraftSlot(lm, lm.acquire(seq.tokens[:-1]))).row
 
     def close(self, seq: Sequence) -> None:
-        held: Held | None = seq.forget(self)
+        held: DraftSlot | None = seq.forget(self)
         if held is not None:
             held.lm.release(held.row)
 
@@ -95,7 +95,7 @@ class Growing(Shaped):
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         lm = self.lm(seqs[0])
         able = [budget.within(budget.depth, lm.trees) for budget in budgets]
-        growths = [Growth.of(seq, budget, self.unsettled) for seq, budget in zip(seqs, able, strict=True)]
+        growths = [TreeGrowth.of(seq, budget, self.unsettled) for seq, budget in zip(seqs, able, strict=True)]
         active = [growth for growth in growths if _can(growth, lm)]
         lm.sync([growth.settled for growth in active], [self.row(growth.seq) for growth in active])
         guessed = self._guessed(lm, active)
@@ -107,12 +107,12 @@ class Growing(Shaped):
             active = [growth for growth, s in zip(active, scores, strict=True) if self._grow(growth, s.logits)]
         return [_final(growth) for growth in growths]
 
-    def _guessed(self, lm: LM, growths: Seq[Growth]) -> dict[int, Tree] | None:
+    def _guessed(self, lm: LM, growths: Seq[TreeGrowth]) -> dict[int, Tree] | None:
         """What the draft guesses by itself, without a look from outside at each level; None where it cannot, or where
         a policy wants to look."""
         picks = [pick for growth in growths if (pick := _own_pick(growth)) is not None]
         budgets = [growth.budget for growth in growths]
-        shapes = [Shape(min(budget.asked, budget.nodes), budget.width, budget.nodes) for budget in budgets]
+        shapes = [DraftShape(min(budget.asked, budget.nodes), budget.width, budget.nodes) for budget in budgets]
         if len({shape.width for shape in shapes}) != 1 or len(picks) < len(growths) or self.unsettled > 1:
             return None
         deepest = max(shape.depth for shape in shapes)
@@ -125,7 +125,7 @@ class Growing(Shaped):
         of_rows = zip(growths, found, shapes, strict=True)
         return {id(growth): _planted(growth, guesses, shape.depth) for growth, guesses, shape in of_rows}
 
-    def _grow(self, growth: Growth, logits: Tensor) -> bool:
+    def _grow(self, growth: TreeGrowth, logits: Tensor) -> bool:
         """Add one level; True when there is more to draft."""  # [new nodes, vocab]
         tree, seq, budget = growth.scored, growth.seq, growth.budget
         first = max(growth.since, growth.root)
@@ -151,11 +151,11 @@ class Growing(Shaped):
             growth.reach[node] = candidate.reach
         return True
 
-    def _children(self, growth: Growth, nodes: Seq[int], logits: Tensor) -> list[Candidate]:
+    def _children(self, growth: TreeGrowth, nodes: Seq[int], logits: Tensor) -> list[Candidate]:
         """What the draft would put under these nodes, which are of one depth."""  # [nodes, vocab]
         seq, found = growth.seq, list[Candidate]()
         prefixes = [seq.tokens + growth.path(node) for node in nodes]
-        for node, seen in zip(nodes, outlooks(seq, logits, prefixes, growth.budget.width), strict=True):
+        for node, seen in zip(nodes, ranked_candidates(seq, logits, prefixes, growth.budget.width), strict=True):
             if seen.law is not None:
                 growth.scored.probs[node] = seen.law
             for rank, (token, chance) in enumerate(zip(seen.tokens, seen.chances, strict=True)):
@@ -164,7 +164,7 @@ class Growing(Shaped):
         return found
 
 
-class SelfDrafting(Growing):
+class SelfDrafting(ModelDrafter):
     """A drafter whose model is made of the target's own layers, when the first request names the target."""
 
     def __post_init__(self) -> None:
@@ -196,13 +196,13 @@ class SelfDrafting(Growing):
         return self._lm
 
 
-def _can(growth: Growth, lm: LM) -> bool:
+def _can(growth: TreeGrowth, lm: LM) -> bool:
     """The target may use ids, or write a text, beyond what a smaller draft has; then it cannot follow."""
     tokens, asked = growth.seq.tokens, growth.budget.asked
     return asked > 0 and max(tokens) < lm.vocab and len(tokens) + asked <= lm.context
 
 
-def _final(growth: Growth) -> Tree:
+def _final(growth: TreeGrowth) -> Tree:
     """The tree to verify: the candidates that are likeliest to be accepted; a likely node's parents are likelier."""
     order = growth.candidates
     if growth.seq.verifier.shares_noise:
@@ -218,7 +218,7 @@ def _final(growth: Growth) -> Tree:
     return tree
 
 
-def _planted(growth: Growth, guesses: Seq[Guess], depth: int) -> Tree:
+def _planted(growth: TreeGrowth, guesses: Seq[DraftToken], depth: int) -> Tree:
     """The tree of a draft's own guesses, parents first, as far as this request may go."""
     tree, depths, places = Tree([growth.seq.tokens[-1]]), [0], list[int | None]()
     for guess in guesses:
@@ -232,7 +232,7 @@ def _planted(growth: Growth, guesses: Seq[Guess], depth: int) -> Tree:
     return tree
 
 
-def _own_pick(growth: Growth) -> Pick | None:
+def _own_pick(growth: TreeGrowth) -> Pick | None:
     """How the draft may choose by itself: with the target's noise, where nobody looks."""
     seq, pick = growth.seq, growth.seq.sampler.pick
     watched = growth.budget.floors or seq.policy.looks

@@ -15,30 +15,30 @@ from torch import Tensor
 
 from outpace.core.sequence import Sequence
 from outpace.core.tree import ROOT, Budget, Tree
-from outpace.drafting.candidates import Outlook, outlooks
+from outpace.drafting.candidates import RankedCandidates, ranked_candidates
 from outpace.drafting.rank_template import template
 from outpace.errors import RequestFailed, UsageError
 
 Ranks = tuple[int, ...]  # a path of a tree: the first slot's token of this rank, the second's of that, and so on
 
 
-class Laws(Protocol):
+class PathDistributions(Protocol):
     """What one request's next tokens could be."""
 
     seq: Sequence
 
-    def behind(self, path: list[int]) -> Outlook | None:
+    def behind(self, path: list[int]) -> RankedCandidates | None:
         """What could follow these guesses; None where there is no slot, or no token that is allowed."""
 
 
-class Slots:
+class SlotDistributions:
     """The laws of one request's next tokens, as its sampler sees them."""
 
     def __init__(self, seq: Sequence, logits: Tensor, width: int):  # [slots, vocab]
         self.seq, self.logits, self.width = seq, logits, width
-        self._seen: dict[Ranks, list[Outlook]] = {}
+        self._seen: dict[Ranks, list[RankedCandidates]] = {}
 
-    def behind(self, path: list[int]) -> Outlook | None:
+    def behind(self, path: list[int]) -> RankedCandidates | None:
         if len(path) >= len(self.logits):
             return None
         # Processors look at the guesses: with them a slot has another law behind each path, else all are seen at once.
@@ -48,21 +48,21 @@ class Slots:
             self._seen[key] = self._look(path, 1) if alone else self._look([], len(self.logits))
         return self._seen[key][at] if at < len(self._seen[key]) else None
 
-    def _look(self, path: list[int], count: int) -> list[Outlook]:
+    def _look(self, path: list[int], count: int) -> list[RankedCandidates]:
         first, tokens = len(path), self.seq.tokens + path
         prefixes = [tokens + [0] * ahead for ahead in range(count)]  # of which only the length is looked at
         try:
-            return outlooks(self.seq, self.logits[first : first + count], prefixes, self.width)
+            return ranked_candidates(self.seq, self.logits[first : first + count], prefixes, self.width)
         except RequestFailed:
             return []
 
 
 def grow(seq: Sequence, logits: Tensor, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
     """From laws that do not depend on what comes before them."""  # [slots, vocab]
-    return grown(Slots(seq, logits[: budget.depth], budget.width), budget, ranks)
+    return grown(SlotDistributions(seq, logits[: budget.depth], budget.width), budget, ranks)
 
 
-def grown(slots: Laws, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
+def grown(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
     """A tree within the budget: by `ranks` if there are any, else the best; a chain where it has to be drawn."""
     seq = slots.seq
     if not seq.verifier.shares_noise and not seq.sampler.greedy:
@@ -70,7 +70,7 @@ def grown(slots: Laws, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
     return static(slots, budget, ranks) if ranks else best_first(slots, budget)
 
 
-def best_first(slots: Laws, budget: Budget) -> Tree:
+def best_first(slots: PathDistributions, budget: Budget) -> Tree:
     """The nodes that are likeliest to be accepted; a parent is likelier than its children, so they hang together."""
     tree, paths = Tree([slots.seq.tokens[-1]]), [list[int]()]
     frontier: list[tuple[float, int, int, float]] = []  # minus its log chance, parent, rank there, the parent's
@@ -93,7 +93,7 @@ def best_first(slots: Laws, budget: Budget) -> Tree:
     return tree
 
 
-def static(slots: Laws, budget: Budget, ranks: Seq[Ranks]) -> Tree:
+def static(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks]) -> Tree:
     """The same ranks in every tree, as far as the budget goes."""
     tree, paths, place = Tree([slots.seq.tokens[-1]]), [list[int]()], dict[Ranks, int]()
     place[()] = ROOT
@@ -108,7 +108,7 @@ def static(slots: Laws, budget: Budget, ranks: Seq[Ranks]) -> Tree:
     return tree
 
 
-def drawn(slots: Laws, budget: Budget) -> Tree:
+def drawn(slots: PathDistributions, budget: Budget) -> Tree:
     """A chain, each token drawn from its slot's law, which is left in the tree: what was drawn may not be chosen."""
     seq, path = slots.seq, list[int]()
     tree = Tree([seq.tokens[-1]])

@@ -14,7 +14,7 @@ def likely_ranks(depth: int = DEPTH, ranks: int = RANKS) -> tuple[tuple[float, .
     return ((*(0.5 / (rank + 1) ** 1.5 for rank in range(ranks)),),) * depth
 
 
-class Slot(NamedTuple):
+class TemplateNode(NamedTuple):
     """A place of the template: the rank it takes of its parent's successors."""
 
     parent: int  # in the template; -1: the root
@@ -23,9 +23,9 @@ class Slot(NamedTuple):
     chance: float
 
 
-def template(ranks: Seq[Seq[float]], count: int, depth: int) -> list[Slot]:
+def template(ranks: Seq[Seq[float]], count: int, depth: int) -> list[TemplateNode]:
     """The likeliest rank paths from the root, parents before their children; beyond the last depth it repeats."""
-    found: list[Slot] = []
+    found: list[TemplateNode] = []
 
     def level(at: int) -> Seq[float]:
         return ranks[min(at, len(ranks)) - 1]
@@ -33,7 +33,7 @@ def template(ranks: Seq[Seq[float]], count: int, depth: int) -> list[Slot]:
     frontier = [(-level(1)[0], 1, -1, 0, 1.0)]  # minus the chance of the path, depth, parent, rank, the parent's
     while frontier and len(found) < count:
         cost, at, parent, rank, reach = heapq.heappop(frontier)
-        found.append(Slot(parent, rank, at, level(at)[rank]))
+        found.append(TemplateNode(parent, rank, at, level(at)[rank]))
         if rank + 1 < len(level(at)):
             heapq.heappush(frontier, (-reach * level(at)[rank + 1], at, parent, rank + 1, reach))
         if at < depth:

@@ -72,7 +72,7 @@ def divergence(slim: Tensor, whole: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Found:
+class LayerChoice:
     """What a search ended with."""
 
     layers: list[int]  # that stay
@@ -84,7 +84,7 @@ class Found:
 
 def search(
     lm: Layered, texts: Seq[list[int]], skip: float = 0.45, cost: Cost = tiered_cost, steps: int = 200, seed: int = 0
-) -> Found:
+) -> LayerChoice:
     """The layers to keep of a model that skips a share of them: from an even choice on, one layer is exchanged for
     another while that makes what is left more like the whole, on these texts."""
     texts = [text for text in texts if len(text) > 1]
@@ -118,7 +118,7 @@ def search(
             best, lowest, idle = candidate, found, 0
     slim = lm.trial(best)
     alike = [_said(slim, text).argmax(-1) == law.argmax(-1) for text, law in zip(texts, wanted, strict=True)]
-    return Found(best, lowest, even, tried, float(torch.cat(alike).double().mean()))
+    return LayerChoice(best, lowest, even, tried, float(torch.cat(alike).double().mean()))
 
 
 def _said(model: Reference, text: list[int]) -> Tensor:

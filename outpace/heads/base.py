@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from outpace.core.lm import Ends
+from outpace.core.lm import Embeddings
 from outpace.errors import UsageError
 
 LEAST = {"layers": 1, "steps": 1, "draft_vocab": 0, "feedforward": 0, "rank": 0, "linked": 0}
 BORROWED = ("embed", "unembed")  # names of the modules that hold a target's matrices
 
 
-class Guessed(NamedTuple):
+class ChainStepOutput(NamedTuple):
     """What a head says at one step of all its chains over a training text: column t guesses behind token t + 1."""
 
     states: Tensor  # [batch, columns, hidden]
@@ -35,7 +35,7 @@ class Guessed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spec:
+class HeadSpec:
     """What a head is, beside its weights: enough to build it for a target."""
 
     kind: str
@@ -65,7 +65,7 @@ class Head(nn.Module):
 
     kind: ClassVar[str]
     like_target: ClassVar[bool] = False  # its layers are like the target's last ones, and training starts from those
-    spec: Spec
+    spec: HeadSpec
     ids: Tensor | None  # [draft vocab]: the target's id of each token that it can guess; None: they are the same
 
     @classmethod
@@ -73,7 +73,7 @@ class Head(nn.Module):
         """Settings of a head for a target of so many layers, where they are not given."""
         raise NotImplementedError
 
-    def equip(self, ends: Ends, ids: Tensor | None) -> None:
+    def equip(self, ends: Embeddings, ids: Tensor | None) -> None:
         """Take the target's output matrix, or one of its own that starts as it; for these tokens, or for all."""
         rows = ends.unembed if ids is None else ends.unembed[ids]
         if self.spec.own_output:
@@ -84,7 +84,7 @@ class Head(nn.Module):
         self.register_buffer("ids", ids)
 
     @abstractmethod
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[ChainStepOutput]:
         """Guesses of `steps` tokens at every place; a head that guesses at some only takes those that are asked for.
 
         [batch, tokens], [batch, tokens, taps * hidden]; `asked` [batch, tokens]: behind which tokens chains start.
@@ -120,5 +120,5 @@ def evenly(first: int, last: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)}))
 
 
-def embedding(ends: Ends) -> nn.Embedding:
+def embedding(ends: Embeddings) -> nn.Embedding:
     return nn.Embedding.from_pretrained(ends.embed, freeze=True)

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from outpace.core.lm import Ends
-from outpace.heads.base import Guessed, Spec, evenly
+from outpace.core.lm import Embeddings
+from outpace.heads.base import ChainStepOutput, HeadSpec, evenly
 from outpace.heads.parallel import Parallel, Text
 from outpace.heads.recursive import shape
 
@@ -27,7 +27,7 @@ UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 Attend = Callable[[Tensor, Tensor], Tensor]  # queries, the block's own sides -> [..., heads, tokens, dim]
 
 
-class Turns(NamedTuple):
+class Rotations(NamedTuple):
     """Rotations of some positions."""
 
     cos: Tensor  # [..., tokens, dim]
@@ -49,14 +49,14 @@ class BlockLayer(nn.Module):
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = (LlamaRMSNorm(hidden, eps) for _ in range(2))
 
-    def sides(self, states: Tensor, turns: Turns) -> Tensor:
+    def sides(self, states: Tensor, turns: Rotations) -> Tensor:
         """Keys and values."""  # [..., tokens, hidden] -> [2, ..., kv heads, tokens, dim]
         return torch.stack([turns.of(self._heads(self.k_proj(states))), self._heads(self.v_proj(states))])
 
     def _heads(self, x: Tensor) -> Tensor:  # [..., tokens, heads * dim] -> [..., heads, tokens, dim]
         return x.unflatten(-1, (-1, self.dim)).transpose(-2, -3)
 
-    def forward(self, states: Tensor, turns: Turns, attend: Attend) -> Tensor:  # [..., tokens, hidden]
+    def forward(self, states: Tensor, turns: Rotations, attend: Attend) -> Tensor:  # [..., tokens, hidden]
         normed = self.input_layernorm(states)
         attended = attend(turns.of(self._heads(self.q_proj(normed))), self.sides(normed, turns))
         states = states + self.o_proj(attended.transpose(-2, -3).flatten(-2))
@@ -87,14 +87,14 @@ class Context:
         return self.sides[layer, :, :, :end]
 
 
-class Block(Parallel):
+class BlockHead(Parallel):
     """Several layers over the fused states of the text and a block of masks."""
 
     kind: ClassVar[str] = "block"
     anchors = ANCHORS
     layers: Seq[BlockLayer]
 
-    def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
+    def __init__(self, ends: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
         super().__init__(ends, spec, ids)
         config = shape(ends, spec)
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -115,8 +115,8 @@ class Block(Parallel):
         """Tokens of a block."""
         return self.spec.steps + 1
 
-    def _turns(self, positions: Tensor) -> Turns:
-        return Turns(*self.rotary_emb(self.mask, positions))
+    def _turns(self, positions: Tensor) -> Rotations:
+        return Rotations(*self.rotary_emb(self.mask, positions))
 
     def _fused(self, hidden: Tensor) -> Tensor:  # [..., taps * hidden] -> [..., hidden]
         return self.fc_norm(self.fc(hidden.to(self.mask.dtype)))
@@ -141,7 +141,7 @@ class Block(Parallel):
         starts, tokens = newest.to(device).unbind(-1)
         states = self._blocks(tokens).flatten(0, 1)  # [texts * size, hidden]
         turns = self._turns((starts[:, None] + torch.arange(size, device=device)).flatten()[None])
-        turns = Turns(turns.cos[0], turns.sin[0])
+        turns = Rotations(turns.cos[0], turns.sin[0])
         for index, layer in enumerate(self.layers):
 
             def attend(queries: Tensor, sides: Tensor, index: int = index) -> Tensor:
@@ -165,13 +165,13 @@ class Block(Parallel):
             places.append(torch.arange(context.length, len(text.hidden)))
         fused = self._fused(torch.cat(new))
         turns = self._turns(torch.cat(places).to(fused.device)[None])
-        turns = Turns(turns.cos[0], turns.sin[0])
+        turns = Rotations(turns.cos[0], turns.sin[0])
         sides = torch.stack([layer.sides(fused, turns) for layer in self.layers])  # [layers, 2, kv heads, tokens, dim]
         for context, part in zip(contexts, sides.split([len(states) for states in new], dim=3), strict=True):
             context.extend(part, self.size)
         return contexts
 
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[ChainStepOutput]:
         """Blocks at some columns, drawn anew every time; at all of them if they are few."""
         self.check(steps)
         columns = self._columns(tokens, asked)  # [batch, blocks]

@@ -13,34 +13,34 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from outpace.models.hf.torch_compile import quick
+from outpace.models.hf.torch_compile import compile_function
 
 NAME = "outpace_unrolled"
-_quick = cache(quick)
+_quick = cache(compile_function)
 
 
-class Sides(NamedTuple):
+class ChainKeyValues(NamedTuple):
     """Keys or values of a layer: those of the text, and those that chains have made, each in its own column."""
 
     text: Tensor  # [batch, heads, columns, dim]
     own: Tensor | None  # [batch, heads, columns, steps, dim]
 
-    def then(self, new: Tensor) -> Sides:  # [batch, heads, columns, dim]
+    def then(self, new: Tensor) -> ChainKeyValues:  # [batch, heads, columns, dim]
         new = new.unsqueeze(3)
-        return Sides(self.text, new if self.own is None else torch.cat([self.own, new], dim=3))
+        return ChainKeyValues(self.text, new if self.own is None else torch.cat([self.own, new], dim=3))
 
 
-class Chained:
+class ChainCache:
     """Keys and values of the steps so far, by layer."""
 
     def __init__(self) -> None:
-        self.keys: dict[int, Sides] = {}
-        self.values: dict[int, Sides] = {}
+        self.keys: dict[int, ChainKeyValues] = {}
+        self.values: dict[int, ChainKeyValues] = {}
 
-    def add(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sides, Sides]:
+    def add(self, layer: int, key: Tensor, value: Tensor) -> tuple[ChainKeyValues, ChainKeyValues]:
         """What a step sees: all there was, and its own."""
         for sides, new in ((self.keys, key), (self.values, value)):
-            sides[layer] = sides[layer].then(new) if layer in sides else Sides(new, None)
+            sides[layer] = sides[layer].then(new) if layer in sides else ChainKeyValues(new, None)
         return self.keys[layer], self.values[layer]
 
 
@@ -51,7 +51,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    chained: Chained,
+    chained: ChainCache,
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:  # [batch, columns, heads, dim]

@@ -9,9 +9,9 @@ from typing import Any
 from safetensors import safe_open
 
 from outpace.heads import store
-from outpace.heads.base import Spec
+from outpace.heads.base import HeadSpec
 from outpace.heads.formats import native_mtp, published
-from outpace.heads.formats.checkpoint import Checkpoint
+from outpace.heads.formats.checkpoint import HeadFolder
 from outpace.heads.quantize import SCALE
 
 SAID = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", published.LAYER_IDS)
@@ -21,7 +21,7 @@ def describe(folder: Path) -> dict[str, Any]:
     """Kind, layout, what it reads and guesses, its size, its target."""
     if (folder / store.CONFIG).exists() or not published.published(folder):
         return _ours(folder)
-    checkpoint = Checkpoint(folder)
+    checkpoint = HeadFolder(folder)
     layout, config = published.layout(checkpoint), checkpoint.config
     if layout == "mtp":
         start = native_mtp.prefix(checkpoint)
@@ -42,7 +42,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def _ours(folder: Path) -> dict[str, Any]:
     about = store.about(folder)
-    plain = Spec(about["spec"]["kind"], ())
+    plain = HeadSpec(about["spec"]["kind"], ())
     changed = {n: v for n, v in about["spec"].items() if n in ("taps", "steps") or v != getattr(plain, n, None)}
     with safe_open(folder / store.WEIGHTS, framework="pt") as opened:
         names = [name for name in list(opened.keys()) if not name.endswith(("ids", SCALE))]

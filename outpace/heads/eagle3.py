@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from outpace.core.lm import Ends
+from outpace.core.lm import Embeddings
 from outpace.errors import UsageError
-from outpace.heads.base import Spec
-from outpace.heads.layers import Parts
-from outpace.heads.recursive import Entrance, Recursive
+from outpace.heads.base import HeadSpec
+from outpace.heads.layers import LayerClasses
+from outpace.heads.recursive import Recursive, RecursiveDecoder
 
 
 class EagleLayer(nn.Module):
     """A Llama layer whose attention reads a state and a token side by side."""
 
-    def __init__(self, config: PreTrainedConfig, index: int, spec: Spec, parts: Parts):
+    def __init__(self, config: PreTrainedConfig, index: int, spec: HeadSpec, parts: LayerClasses):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if parts.attention is None or parts.mlp is None:
@@ -41,8 +41,8 @@ class EagleLayer(nn.Module):
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-class EagleEntrance(Entrance):
-    def __init__(self, config: PreTrainedConfig, ends: Ends, spec: Spec):
+class EagleDecoder(RecursiveDecoder):
+    def __init__(self, config: PreTrainedConfig, ends: Embeddings, spec: HeadSpec):
         super().__init__(config, ends, spec)
         hidden, eps, taps = config.hidden_size, config.rms_norm_eps, len(spec.taps)
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
@@ -65,11 +65,11 @@ class EagleEntrance(Entrance):
         return states, {"embeds": embeds}
 
 
-class Eagle3(Recursive):
+class Eagle3Head(Recursive):
     """The head of EAGLE-3, or of 3.1 with `normed`."""
 
     kind: ClassVar[str] = "eagle3"
-    entrance = EagleEntrance
+    entrance = EagleDecoder
 
     @classmethod
     def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:

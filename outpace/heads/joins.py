@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
-class Fuse(nn.Module):
+class StateFusion(nn.Module):
     """The last of several states of the target, and what a layer makes of the others."""
 
     def __init__(self, hidden: int, taps: int):
@@ -22,7 +22,7 @@ class Fuse(nn.Module):
         return last + self.fc(torch.cat(normed, dim=-1))
 
 
-class Link(nn.Module):
+class SlotLink(nn.Module):
     """A slot's state once it is told which token comes before it, and what that token's own slot had become."""
 
     def __init__(self, hidden: int, inner: int):

@@ -29,7 +29,7 @@ ALONE: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Parts(NamedTuple):
+class LayerClasses(NamedTuple):
     """Classes, each with the signature that Transformers' models give theirs."""
 
     config: type[PreTrainedConfig]
@@ -41,13 +41,13 @@ class Parts(NamedTuple):
 
 
 KNOWN = {
-    "llama": Parts(LlamaConfig, LlamaDecoderLayer, LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding),
-    "qwen3": Parts(Qwen3Config, Qwen3DecoderLayer, Qwen3Attention, Qwen3MLP, LlamaRMSNorm, LlamaRotaryEmbedding),
+    "llama": LayerClasses(LlamaConfig, LlamaDecoderLayer, LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding),
+    "qwen3": LayerClasses(Qwen3Config, Qwen3DecoderLayer, Qwen3Attention, Qwen3MLP, LlamaRMSNorm, LlamaRotaryEmbedding),
 }
 TARGET = "target"  # the name of the target's own parts
 
 
-def of(name: str, config: PreTrainedConfig) -> Parts:
+def of(name: str, config: PreTrainedConfig) -> LayerClasses:
     """Parts by name; `config` is that of the head's layers."""
     if name != TARGET:
         return KNOWN[name]
@@ -55,7 +55,7 @@ def of(name: str, config: PreTrainedConfig) -> Parts:
     if not hasattr(decoder, "rotary_emb") or not hasattr(decoder, "norm"):
         raise UsageError(f"a head cannot be made of the layers of {type(decoder).__name__}: its parts have other names")
     norm, rotary = type(decoder.norm), type(decoder.rotary_emb)
-    return Parts(type(config), _target_layer, None, None, norm, rotary)  # type: ignore[arg-type]
+    return LayerClasses(type(config), _target_layer, None, None, norm, rotary)  # type: ignore[arg-type]
 
 
 def alone(target: PreTrainedConfig) -> PreTrainedConfig:

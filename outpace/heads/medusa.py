@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from outpace.core.lm import Ends
-from outpace.heads.base import Guessed, Spec
-from outpace.heads.joins import Fuse
+from outpace.core.lm import Embeddings
+from outpace.heads.base import ChainStepOutput, HeadSpec
+from outpace.heads.joins import StateFusion
 from outpace.heads.parallel import Parallel, Text
 
 
-class Shift(nn.Module):
+class StateShift(nn.Module):
     """A state as it will be some tokens later: it plus what one layer makes of it, which at first is nothing."""
 
     def __init__(self, hidden: int, rank: int):
@@ -28,15 +28,15 @@ class Shift(nn.Module):
         return states + nn.functional.silu(self.layer(states))
 
 
-class Medusa(Parallel):
+class MedusaHead(Parallel):
     """Slot i is the state, shifted by a layer of its own, before the target's output matrix or a common one."""
 
     kind: ClassVar[str] = "medusa"
 
-    def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
+    def __init__(self, ends: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
         super().__init__(ends, spec, ids)
-        self.shifts = nn.ModuleList(Shift(ends.hidden, spec.rank) for _ in range(spec.steps))
-        self.fuse = Fuse(ends.hidden, len(spec.taps)) if len(spec.taps) > 1 else nn.Identity()
+        self.shifts = nn.ModuleList(StateShift(ends.hidden, spec.rank) for _ in range(spec.steps))
+        self.fuse = StateFusion(ends.hidden, len(spec.taps)) if len(spec.taps) > 1 else nn.Identity()
 
     @classmethod
     def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Medusa(Parallel):
         last = self.fuse(torch.stack([text.hidden[-1] for text in texts if text.hidden is not None]))
         return torch.stack([shift(last) for shift in self.shifts[:count]], dim=1)
 
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[ChainStepOutput]:
         self.check(steps)
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         states = self.fuse(hidden.to(self.dtype))

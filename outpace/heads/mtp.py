@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from outpace.core.lm import Ends
-from outpace.heads.base import Spec
-from outpace.heads.joins import Fuse
-from outpace.heads.recursive import Entrance, Recursive
+from outpace.core.lm import Embeddings
+from outpace.heads.base import HeadSpec
+from outpace.heads.joins import StateFusion
+from outpace.heads.recursive import Recursive, RecursiveDecoder
 
 
-class MtpEntrance(Entrance):
-    def __init__(self, config: PreTrainedConfig, ends: Ends, spec: Spec):
+class MtpDecoder(RecursiveDecoder):
+    def __init__(self, config: PreTrainedConfig, ends: Embeddings, spec: HeadSpec):
         super().__init__(config, ends, spec)
         hidden, eps, norm = config.hidden_size, config.rms_norm_eps, self.parts.norm
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(hidden, eps), norm(hidden, eps)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList(self.parts.layer(config, i) for i in range(spec.layers))
-        self.fuse_taps = Fuse(hidden, len(spec.taps)) if len(spec.taps) > 1 else nn.Identity()
+        self.fuse_taps = StateFusion(hidden, len(spec.taps)) if len(spec.taps) > 1 else nn.Identity()
 
     def fuse(self, hidden: Tensor) -> Tensor:
         return self.fuse_taps(hidden)
@@ -35,12 +35,12 @@ class MtpEntrance(Entrance):
         return self.fc(torch.cat(both, dim=-1)), {}
 
 
-class Mtp(Recursive):
+class MtpHead(Recursive):
     """One head for all steps of multi-token prediction."""
 
     kind: ClassVar[str] = "mtp"
     like_target: ClassVar[bool] = True
-    entrance = MtpEntrance
+    entrance = MtpDecoder
 
     @classmethod
     def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Ends
+from outpace.core.lm import Embeddings
 from outpace.errors import UsageError
-from outpace.heads.base import Guessed, Head, Spec, embedding
-from outpace.heads.joins import Link
+from outpace.heads.base import ChainStepOutput, Head, HeadSpec, embedding
+from outpace.heads.joins import SlotLink
 
 
 @dataclass
@@ -33,12 +33,12 @@ class Text:
 class Parallel(Head):
     """Base of such heads: outputs, links, and the slots' number."""
 
-    def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
+    def __init__(self, ends: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
         super().__init__()
         self.spec = spec
         self.equip(ends, ids)
         self.embed = embedding(ends)
-        self.link = Link(ends.hidden, spec.linked) if spec.linked else None
+        self.link = SlotLink(ends.hidden, spec.linked) if spec.linked else None
 
     def logits(self, states: Tensor) -> Tensor:  # [..., hidden] -> [..., draft vocab]
         return self.output(states) if self.spec.own_output else self.unembed(states)
@@ -47,7 +47,7 @@ class Parallel(Head):
     def slots(self, texts: Seq[Text], count: int) -> Tensor:
         """The states of so many slots behind each text, if the head has so many."""  # [texts, slots, hidden]
 
-    def guessed(self, tokens: Tensor, columns: Tensor, slots: Seq[Tensor]) -> list[Guessed]:
+    def guessed(self, tokens: Tensor, columns: Tensor, slots: Seq[Tensor]) -> list[ChainStepOutput]:
         """Of slots that were made at some columns of a training text, which knows what came before each of them.
 
         [batch, tokens], [batch, columns], of each step [batch, columns, hidden].
@@ -58,7 +58,7 @@ class Parallel(Head):
             if self.link is not None:
                 told = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
                 slot = before = self.link(slot, before, self.embed(told))
-            found.append(Guessed(slot, at, self.logits))
+            found.append(ChainStepOutput(slot, at, self.logits))
         return found
 
     def check(self, steps: int) -> None:

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-from outpace.core.lm import Ends
+from outpace.core.lm import Embeddings
 from outpace.errors import UsageError
 from outpace.heads import chain_attention, layers as parts
-from outpace.heads.base import Guessed, Head, Spec, embedding
+from outpace.heads.base import ChainStepOutput, Head, HeadSpec, embedding
 
 COPIED = ("rope_parameters", "rms_norm_eps", "hidden_act", "head_dim", "num_attention_heads", "num_key_value_heads")
 
 
-def shape(ends: Ends, spec: Spec) -> PreTrainedConfig:
+def shape(ends: Embeddings, spec: HeadSpec) -> PreTrainedConfig:
     """A Llama layer as wide as the target; what the target does not say is small. Or a layer of the target."""
     target, hidden = ends.config, ends.hidden
     if spec.parts == parts.TARGET:
@@ -44,12 +44,12 @@ def shape(ends: Ends, spec: Spec) -> PreTrainedConfig:
     )  # fmt: skip
 
 
-class Entrance(nn.Module):
+class RecursiveDecoder(nn.Module):
     """The decoder of a recursive head: how a token and a state enter, and the layers after that."""
 
     layers: nn.ModuleList
 
-    def __init__(self, config: PreTrainedConfig, ends: Ends, spec: Spec):
+    def __init__(self, config: PreTrainedConfig, ends: Embeddings, spec: HeadSpec):
         super().__init__()
         self.config, self.spec = config, spec
         self.parts = parts.of(spec.parts, config)
@@ -93,10 +93,10 @@ class Recursive(Head, PreTrainedModel):
     _supports_attention_backend = True
     _supports_sdpa = True
     takes_features = True
-    entrance: type[Entrance]
+    entrance: type[RecursiveDecoder]
     config: PreTrainedConfig
 
-    def __init__(self, ends: Ends, spec: Spec, ids: Tensor | None = None):
+    def __init__(self, ends: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
         super().__init__(shape(ends, spec))
         self.spec = spec
         self.model = self.entrance(self.config, ends, spec)
@@ -130,9 +130,9 @@ class Recursive(Head, PreTrainedModel):
         logits = self.get_output_embeddings()(out.hidden_states[0][:, kept])
         return CausalLMOutput(logits=logits if narrow else self.spread(logits, self.config.vocab_size))
 
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[Guessed]:
-        guessed: list[Guessed] = []
-        states, chained = self.model.fuse(hidden), chain_attention.Chained()
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[ChainStepOutput]:
+        guessed: list[ChainStepOutput] = []
+        states, chained = self.model.fuse(hidden), chain_attention.ChainCache()
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
         before, self.config._attn_implementation = self.config._attn_implementation, chain_attention.NAME
         try:
@@ -141,7 +141,7 @@ class Recursive(Head, PreTrainedModel):
                 out = self.model(ahead, states, columns + step, chained=chained)
                 states = out.last_hidden_state
                 at = (columns + step + 1).expand_as(tokens)
-                guessed.append(Guessed(out.hidden_states[0], at, self.get_output_embeddings()))
+                guessed.append(ChainStepOutput(out.hidden_states[0], at, self.get_output_embeddings()))
         finally:
             self.config._attn_implementation = before  # a head drafts with another attention
         return guessed

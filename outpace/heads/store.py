@@ -14,19 +14,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outpace.core.lm import LM, Ends
-from outpace.errors import Headless, OutpaceError, UsageError, unknown
-from outpace.heads.base import Head, Spec
+from outpace.core.lm import LM, Embeddings
+from outpace.errors import HeadNotFound, OutpaceError, UsageError, unknown
+from outpace.heads.base import Head, HeadSpec
 from outpace.heads.formats import native_mtp, published
-from outpace.heads.formats.published import Published
+from outpace.heads.formats.published import HeadWeights
 from outpace.heads.quantize import compressed, expanded
 from outpace.storage.files import cache_dir
 
 KINDS: dict[str, str] = {
-    "eagle3": "outpace.heads.eagle3:Eagle3",
-    "mtp": "outpace.heads.mtp:Mtp",
-    "medusa": "outpace.heads.medusa:Medusa",
-    "block": "outpace.heads.block:Block",
+    "eagle3": "outpace.heads.eagle3:Eagle3Head",
+    "mtp": "outpace.heads.mtp:MtpHead",
+    "medusa": "outpace.heads.medusa:MedusaHead",
+    "block": "outpace.heads.block:BlockHead",
 }
 RANDOM = "random"  # a head with untrained weights: it guesses badly, and everything runs
 CONFIG, WEIGHTS = "head.json", "head.safetensors"
@@ -40,9 +40,9 @@ def find_class(kind: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def ends_of(lm: LM) -> Ends:
+def embeddings_or_error(lm: LM) -> Embeddings:
     if lm.ends is None or not lm.stack:
-        raise Headless(
+        raise HeadNotFound(
             "heads read hidden states, and need plain matrices of embeddings and output: this model has none"
         )
     return lm.ends
@@ -50,13 +50,13 @@ def ends_of(lm: LM) -> Ends:
 
 def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
     """A head for this target with random weights."""
-    cls, ends = find_class(kind), ends_of(lm)
-    known = {field.name for field in dataclasses.fields(Spec)} - {"kind"}
+    cls, ends = find_class(kind), embeddings_or_error(lm)
+    known = {field.name for field in dataclasses.fields(HeadSpec)} - {"kind"}
     for name in given:
         if name not in known:
             raise unknown(f"setting of a {kind} head", name, known)
     usual = {**cls.usual(lm.stack, given), "draft_vocab": 0 if ids is None else len(ids)}
-    spec = Spec(kind, **{**usual, **given})
+    spec = HeadSpec(kind, **{**usual, **given})
     listed = isinstance(spec.taps, list | tuple) and len(spec.taps) > 0
     if not listed or not all(type(tap) is int and 0 <= tap <= lm.stack for tap in spec.taps):
         raise UsageError(f"taps are a list of hidden states, from 0 to {lm.stack}, got {spec.taps}")
@@ -94,7 +94,7 @@ def grown(head: Head, lm: LM, ids: Tensor | None, **given: Any) -> Head:
 
 def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) -> None:
     """Both files appear whole or not at all; weights in float16."""
-    ends = ends_of(lm)
+    ends = embeddings_or_error(lm)
     target = {"vocab": ends.vocab, "hidden": ends.hidden, "layers": lm.stack, "weights": ends.fingerprint}
     made = {"spec": dataclasses.asdict(head.spec), "target": target, "notes": notes or {}}
     tensors = {n: (t.half() if t.is_floating_point() else t).contiguous().cpu() for n, t in head.own().items()}
@@ -119,35 +119,37 @@ def _write(folder: Path, made: dict[str, Any], tensors: dict[str, Tensor]) -> No
 
 def load(folder: Path, lm: LM) -> Head:
     """The head in a folder: one of ours, or one that others published (docs/formats.md)."""
-    found = _ours(folder, lm) if (folder / CONFIG).exists() else published.read(folder, ends_of(lm), lm.stack)
+    found = (
+        _ours(folder, lm) if (folder / CONFIG).exists() else published.read(folder, embeddings_or_error(lm), lm.stack)
+    )
     try:
         return made(found.spec, found.tensors, lm)
     except OutpaceError as error:
         raise OutpaceError(f"the head in {folder} {error}") from error
 
 
-def made(spec: Spec, tensors: dict[str, Tensor], lm: LM) -> Head:
+def made(spec: HeadSpec, tensors: dict[str, Tensor], lm: LM) -> Head:
     """A head for this target with these weights, which are copied."""
-    ends, ids = ends_of(lm), tensors.get("ids")
+    ends, ids = embeddings_or_error(lm), tensors.get("ids")
     head: Head = find_class(spec.kind)(ends, spec, ids if ids is None else ids.to(ends.embed.device))
     _check(head, tensors)
     head.load_state_dict(tensors, strict=False)
     return _placed(head, ends)
 
 
-def _placed(head: Head, ends: Ends) -> Head:
+def _placed(head: Head, ends: Embeddings) -> Head:
     """Where the target is and in its precision, but for buffers: rotations by many tokens need exact angles."""
     for parameter in head.to(ends.embed.device).parameters():
         parameter.data = parameter.data.to(ends.embed.dtype)
     return head.eval()
 
 
-def _ours(folder: Path, lm: LM) -> Published:
+def _ours(folder: Path, lm: LM) -> HeadWeights:
     made = about(folder)
     if not _fits(made, lm):
         raise UsageError(f"the head in {folder} was made for another model: {_named(made)}")
-    spec = Spec(**{**made["spec"], "taps": tuple(made["spec"]["taps"])})
-    return Published(spec, expanded(load_file(folder / WEIGHTS)))
+    spec = HeadSpec(**{**made["spec"], "taps": tuple(made["spec"]["taps"])})
+    return HeadWeights(spec, expanded(load_file(folder / WEIGHTS)))
 
 
 def _check(head: Head, tensors: dict[str, Tensor]) -> None:
@@ -172,16 +174,16 @@ def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
             named = "this head" if isinstance(given, Head) else f"the head in {given}"
             raise UsageError(f"{named} is of the kind {head.spec.kind!r}, not {kind!r}")
         return head
-    ends_of(lm)  # else there is no head for it anywhere
+    embeddings_or_error(lm)  # else there is no head for it anywhere
     for place in (SHIPPED, cache_dir() / "heads"):
         for config in sorted(place.glob(f"*/{CONFIG}")):
             made = about(config.parent)
             if made["spec"]["kind"] == kind and _fits(made, lm):
                 return load(config.parent, lm)
-    own = native_mtp.folder_of(ends_of(lm)) if kind == native_mtp.KIND else None
+    own = native_mtp.folder_of(embeddings_or_error(lm)) if kind == native_mtp.KIND else None
     if own is not None:
         return load(own, lm)
-    raise Headless(
+    raise HeadNotFound(
         f"no {kind} head for this model came with us; pass head=FOLDER, train one with `outpace train {kind} MODEL`, "
         f"or try head={RANDOM}, which guesses badly"
     )
@@ -198,7 +200,7 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def _fits(said: dict[str, Any], lm: LM) -> bool:
-    ends, made = ends_of(lm), said["target"]
+    ends, made = embeddings_or_error(lm), said["target"]
     if (made["vocab"], made["hidden"], made["layers"]) != (ends.vocab, ends.hidden, lm.stack):
         return False
     ours, theirs = torch.tensor(ends.fingerprint), torch.tensor(made["weights"])

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from outpace.core.lm import LM
 from outpace.core.sequence import Sequence
 from outpace.core.tree import Budget, Tree
-from outpace.cross_tokenizer.by_text import Retold
-from outpace.cross_tokenizer.by_tokens import Translated
-from outpace.drafting.model_drafter import Growing
+from outpace.cross_tokenizer.by_text import TextDrafter
+from outpace.cross_tokenizer.by_tokens import TranslatedLM
+from outpace.drafting.model_drafter import ModelDrafter
 from outpace.errors import UsageError, unknown
 
 ALIGN = ("auto", "tokens", "text")
@@ -21,7 +21,7 @@ UNSETTLED = 4  # tokens at the end of a text told by another tokenizer that what
 
 
 @dataclass(eq=False)
-class Draft(Growing):
+class Draft(ModelDrafter):
     """A smaller model guesses what comes next; its tokenizer may be another one."""
 
     draft: LM
@@ -29,17 +29,17 @@ class Draft(Growing):
     nodes: int = 0  # 0: as many as a chain, or a tree of this width, of this depth has
     width: int = 1
     align: str = "auto"  # with another tokenizer: guess shared "tokens", or "text"; "auto" chooses
-    _retold: Retold | None = field(default=None, init=False, repr=False)
+    _retold: TextDrafter | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.align not in ALIGN:
             raise unknown("align", self.align, ALIGN)
-        if isinstance(self.draft, Translated):
+        if isinstance(self.draft, TranslatedLM):
             lm = self.draft.lm
             # Where a model cannot be cut back, tokens that may still change stay out of its state.
-            inner = (Draft if lm.trees else Late)(lm, self.depth, self.nodes, self.width)
-            self._retold = Retold(inner, self.draft.pair, lm.context)
+            inner = (Draft if lm.trees else LateDraft)(lm, self.depth, self.nodes, self.width)
+            self._retold = TextDrafter(inner, self.draft.pair, lm.context)
         elif self.draft is not None and self.align != "auto":
             raise UsageError(
                 f"align={self.align!r} is for a draft with another tokenizer than the target's; this one has the "
@@ -64,7 +64,7 @@ class Draft(Growing):
         return [trees[i] for i in range(len(seqs))]
 
     def _by_text(self, seq: Sequence) -> bool:
-        if self.align == "auto" and isinstance(self.draft, Translated):
+        if self.align == "auto" and isinstance(self.draft, TranslatedLM):
             return self.draft.pair.by_text(seq.sampler.greedy)
         return self.align == "text"
 
@@ -74,7 +74,7 @@ class Draft(Growing):
         super().close(seq)
 
 
-class Late(Draft):
+class LateDraft(Draft):
     """Reads the last tokens of a text anew with every pass."""
 
     unsettled = UNSETTLED

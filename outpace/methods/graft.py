@@ -17,7 +17,7 @@ from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import Budget, Tree
 from outpace.drafting import graft_gates, tuning_file
 from outpace.drafting.graft_gates import Grafting
-from outpace.drafting.rank_template import Slot, template
+from outpace.drafting.rank_template import TemplateNode, template
 from outpace.drafting.successor_table import Successors
 from outpace.errors import UsageError
 
@@ -36,7 +36,7 @@ class Graft(Drafter):
     _inner: Drafter = field(init=False, repr=False)
     _grafting: Grafting = field(init=False, repr=False)
     _known: Successors = field(init=False, repr=False)
-    _slots: list[Slot] = field(init=False, repr=False)
+    _slots: list[TemplateNode] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.nodes < 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from outpace.core.lm import LM
 from outpace.core.sequence import Sequence
-from outpace.drafting.layer_search import Probe, Sample, parse, spell, without
+from outpace.drafting.layer_search import LayerProbe, ProbeText, parse, spell, without
 from outpace.drafting.model_drafter import SelfDrafting
 from outpace.errors import UsageError
 
@@ -40,7 +40,7 @@ class LayerSkip(SelfDrafting):
         self._shared = False  # whether the draft lives in the target's own rows
 
     def make(self, target: LM, tokens: list[int]) -> LM:
-        probe = Probe(target, [Sample(tokens)])
+        probe = LayerProbe(target, [ProbeText(tokens)])
         if self.skip:
             gone = probe.search(self.skip) if isinstance(self.skip, int) else parse(self.skip)
             logger.info("layerskip leaves out layers %s of %d", spell(gone), target.stack)

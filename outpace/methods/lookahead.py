@@ -18,7 +18,7 @@ from outpace.errors import UsageError
 
 
 @dataclass
-class Window:
+class LookaheadWindow:
     """`levels[k][i]`: the guess, k passes old, for the position i + k after the root's next; and the n-gram pool."""
 
     levels: list[list[int]]
@@ -68,18 +68,18 @@ class Lookahead(Drafter):
                 self._remember(state, [*tooth, newest[column]])
         state.levels = [*state.levels[1:], newest]
 
-    def _remember(self, state: Window, gram: list[int]) -> None:
+    def _remember(self, state: LookaheadWindow, gram: list[int]) -> None:
         known = state.pool.setdefault(gram[0], OrderedDict())
         known.pop(tuple(gram[1:]), None)
         known[tuple(gram[1:])] = None
         if len(known) > self.guesses:
             known.popitem(last=False)
 
-    def _state(self, seq: Sequence) -> Window:
-        def fresh() -> Window:
+    def _state(self, seq: Sequence) -> LookaheadWindow:
+        def fresh() -> LookaheadWindow:
             # Any tokens will do to start with; those of the prompt are at least of its language.
             size = self.window + self.n - 2
             seeds = [seq.tokens[-1 - i % len(seq.tokens)] for i in range(size)]
-            return Window([seeds[k : k + self.window] for k in range(self.n - 1)])
+            return LookaheadWindow([seeds[k : k + self.window] for k in range(self.n - 1)])
 
         return seq.memory(self, fresh)

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from outpace.core.lm import LM
-from outpace.drafting.layer_search import Probe, Sample, parse, spell, without
+from outpace.drafting.layer_search import LayerProbe, ProbeText, parse, spell, without
 from outpace.drafting.model_drafter import SelfDrafting
 from outpace.errors import UsageError, unknown
 
@@ -36,11 +36,11 @@ class Pruned(SelfDrafting):
             raise UsageError("pruned takes a number of layers to remove or the layers that stay, not both")
 
     def make(self, target: LM, tokens: list[int]) -> LM:
-        kept = sorted(set(parse(self.layers))) if self.layers else self._chosen(Probe(target, [Sample(tokens)]))
+        kept = sorted(set(parse(self.layers))) if self.layers else self._chosen(LayerProbe(target, [ProbeText(tokens)]))
         logger.info("pruned drafts with layers %s of %d", spell(kept), target.stack)
         return target.slice(kept)
 
-    def _chosen(self, probe: Probe) -> list[int]:
+    def _chosen(self, probe: LayerProbe) -> list[int]:
         stack = probe.target.stack
         count = self.remove or max(1, stack // 8)
         if isinstance(count, str):

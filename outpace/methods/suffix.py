@@ -69,7 +69,7 @@ class Automaton:
         self.count.append(count)
         return len(self.length) - 1
 
-    def follow(self, match: Match, token: int) -> Match:
+    def follow(self, match: SuffixMatch, token: int) -> SuffixMatch:
         """The longest context that ends with `token`, given the longest one before it."""
         state, length = match
         while state != START and self.length[self.link[state]] >= length:
@@ -77,20 +77,20 @@ class Automaton:
         while state != START and token not in self.next[state]:
             state = self.link[state]
             length = self.length[state]
-        return Match(self.next[state][token], length + 1) if token in self.next[state] else NO_MATCH
+        return SuffixMatch(self.next[state][token], length + 1) if token in self.next[state] else NO_MATCH
 
 
-class Match(NamedTuple):
+class SuffixMatch(NamedTuple):
     """A state and how many of the last tokens it stands for."""
 
     state: int
     length: int
 
 
-NO_MATCH = Match(START, 0)
+NO_MATCH = SuffixMatch(START, 0)
 
 
-class Guess(NamedTuple):
+class Continuation(NamedTuple):
     """A continuation that could be added next; the smallest comes first."""
 
     cost: float  # minus the chance of the path, by counts
@@ -108,7 +108,7 @@ class Reader:
 
     automaton: Automaton
     source: str
-    match: Match = NO_MATCH
+    match: SuffixMatch = NO_MATCH
     read: int = 0  # tokens of the request seen
 
 
@@ -145,7 +145,7 @@ class Suffix(Drafter):
         """Best-first by counts: the tree and its expected accepted length."""
         automaton, tree, expected = reader.automaton, Tree([root]), 0.0
         depth = min(budget.depth, int(self.per_match * reader.match.length))
-        frontier: list[Guess] = []
+        frontier: list[Continuation] = []
 
         def look(state: int, parent: int, chance: float, level: int) -> None:
             total = sum(automaton.count[s] for token, s in automaton.next[state].items() if token != SEPARATOR)
@@ -153,7 +153,7 @@ class Suffix(Drafter):
                 share = automaton.count[child] / total if total and token != SEPARATOR else 0.0
                 if chance * share >= self.min_chance:
                     # Of two that are equally frequent the newer state goes first.
-                    heapq.heappush(frontier, Guess(-chance * share, -child, child, parent, level, token, share))
+                    heapq.heappush(frontier, Continuation(-chance * share, -child, child, parent, level, token, share))
 
         look(reader.match.state, ROOT, 1.0, 1)
         while frontier and len(tree) <= budget.nodes:

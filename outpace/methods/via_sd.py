@@ -30,7 +30,7 @@ Laws = dict[tuple[int, ...], Tensor]  # tokens from the root on -> what the slim
 
 
 @dataclass
-class Block:
+class PendingBlock:
     """What is decided of one request since the target was last asked."""
 
     shadow: Sequence  # the request as if that were committed: the drafter and the slim verifier look at this
@@ -39,7 +39,7 @@ class Block:
     open: bool = True  # there is more to decide without the target
 
     @classmethod
-    def of(cls, seq: Sequence, budget: Budget) -> Block:
+    def of(cls, seq: Sequence, budget: Budget) -> PendingBlock:
         # All but the tokens is shared, what the drafter remembers of the request included.
         return cls(replace(seq, tokens=list(seq.tokens)), budget, Tree([seq.tokens[-1]]))
 
@@ -117,7 +117,7 @@ class ViaSD(Drafter):
             for i, logits in zip(judged, scores, strict=True):
                 drafted[i] = self._ordered(seqs[i], drafted[i], logits)
             return drafted
-        blocks = [Block.of(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        blocks = [PendingBlock.of(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
         while active := [block for block in blocks if block.open]:
             self._round(active)
         return [block.tree for block in blocks]
@@ -163,7 +163,7 @@ class ViaSD(Drafter):
             return 0.0
         return min(self.ask, sorted(self._held)[int(MISSED * len(self._held))])
 
-    def _round(self, blocks: Seq[Block]) -> None:
+    def _round(self, blocks: Seq[PendingBlock]) -> None:
         """Guess one block for each, and let the slim verifier decide about it."""
         sizes = [min(self.block, block.left) for block in blocks]
         budgets = [replace(b.budget, depth=n, nodes=n, width=1) for b, n in zip(blocks, sizes, strict=True)]
@@ -174,7 +174,7 @@ class ViaSD(Drafter):
             # A model follows wherever it is led; what others remember of a request is what was really said.
             block.open = block.open and self._inner.model_source is not None
 
-    def _judge(self, block: Block, drafted: Tree, logits: Tensor) -> bool:
+    def _judge(self, block: PendingBlock, drafted: Tree, logits: Tensor) -> bool:
         """Add what is decided about a chain; True when the target need not be asked yet."""  # [nodes, vocab]
         seq, tree, asked = block.shadow, block.tree, False
         for node, token in enumerate(drafted.tokens[1:]):

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from outpace.core.lm import LM
 from outpace.errors import UnsupportedModel
 from outpace.models.hf.lm import PackedLM
-from outpace.models.hf.snapshot import NativeLM
+from outpace.models.hf.snapshot import SnapshotLM
 
 logger = logging.getLogger(__name__)
 LARGE = 50_000_000  # parameters: a smaller model spends its time elsewhere
@@ -30,7 +30,7 @@ def adapt(model: PreTrainedModel, cache_limit: int | None = None, exact: bool = 
     if exact:
         raise UnsupportedModel(f"exact=True needs packed passes, and {type(model).__name__} runs with its own cache")
     logger.info("%s runs with its own cache: chains only, one row at a time", type(model).__name__)
-    return NativeLM(model)
+    return SnapshotLM(model)
 
 
 def _worth_compiling(model: PreTrainedModel) -> bool:
@@ -38,13 +38,13 @@ def _worth_compiling(model: PreTrainedModel) -> bool:
 
 
 def _compiled(packed: PackedLM) -> PackedLM:
-    from outpace.models.compiled.cpu import FastLM
+    from outpace.models.compiled.cpu import CompiledLM
     from outpace.models.compiled.cuda_graph import GraphLM
 
-    return (GraphLM if packed.device.type == "cuda" else FastLM).of(packed)
+    return (GraphLM if packed.device.type == "cuda" else CompiledLM).of(packed)
 
 
 def _kind(exact: bool) -> type[PackedLM]:
-    from outpace.models.hf.bitwise import ExactLM
+    from outpace.models.hf.bitwise import BitwiseLM
 
-    return ExactLM if exact else PackedLM
+    return BitwiseLM if exact else PackedLM

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from outpace.models.segment import Job
+from outpace.models.segment import Segment
 from outpace.models.slots import SlotLM
 
 
 class CachelessLM(SlotLM):
     """A model that computes every node anew, and so has nothing to move or to forget."""
 
-    def reserve(self, jobs: Seq[Job]) -> None:
+    def reserve(self, jobs: Seq[Segment]) -> None:
         """Nothing is kept."""
 
     def commit(self, row: int, path: list[int]) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Ends, Guess, Memory, Picks, Reference, Scores, Shape
+from outpace.core.lm import DraftShape, DraftToken, Embeddings, MemoryNeed, Picks, Reference, Scores
 from outpace.core.tree import Tree
 from outpace.errors import UsageError
-from outpace.models.segment import Begun, Job
+from outpace.models.segment import PartialPass, Segment
 from outpace.models.slots import SlotLM
 from outpace.sampling.sampler import Pick
 
@@ -30,7 +30,7 @@ class EarlyLM:
             raise UsageError(f"a model of {whole.stack} layers has exits after 1 to {whole.stack - 1}, got {layers}")
         self.whole, self.stack = whole, layers
         self.vocab, self.context, self.trees = whole.vocab, whole.context, whole.trees
-        self.ends: Ends | None = None
+        self.ends: Embeddings | None = None
         self.worker = whole.worker
 
     def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
@@ -51,9 +51,9 @@ class EarlyLM:
             if row.tree is not None:
                 self.whole.keep_row(index, [])  # a new tree overwrites one that was not kept
             if first:  # what is pending was begun with the first nodes
-                jobs.append(Job(index, len(row.tokens) + len(row.pending), [], tree, first))
+                jobs.append(Segment(index, len(row.tokens) + len(row.pending), [], tree, first))
             else:
-                jobs.append(Job(index, len(row.tokens), row.pending, tree))
+                jobs.append(Segment(index, len(row.tokens), row.pending, tree))
         self.whole.reserve(jobs)
         scores = []
         for job, output in zip(jobs, self.whole.begin(jobs, self.stack), strict=True):
@@ -62,7 +62,7 @@ class EarlyLM:
             if job.since:
                 assert row.begun is not None, "nodes are scored after those before them"
                 states = torch.cat([row.begun.states, states])
-            row.begun = Begun(job.tree, self.stack, states)
+            row.begun = PartialPass(job.tree, self.stack, states)
             scores.append(Scores(output.logits))
         return scores
 
@@ -72,7 +72,9 @@ class EarlyLM:
     def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
         return False
 
-    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
+    def guess(
+        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    ) -> list[list[DraftToken]] | None:
         return None
 
     def slice(self, layers: Seq[int], eager: bool = False) -> SlotLM:
@@ -100,5 +102,5 @@ class EarlyLM:
     def reference(self) -> Reference:
         return self.whole.slice(range(self.stack), eager=True).reference()
 
-    def memory(self, tokens: int) -> Memory | None:
+    def memory(self, tokens: int) -> MemoryNeed | None:
         return self.whole.memory(tokens)

@@ -15,17 +15,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outpace.core.sequence import common_prefix
-from outpace.models.compiled.cpu import FastLM
+from outpace.models.compiled.cpu import CompiledLM
 from outpace.models.compiled.cuda_graph import GraphLM
 from outpace.models.hf.int8 import quantize
 from outpace.models.hf.lm import PackedLM
 from outpace.models.hf.module import twin
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 
 STATE = (-1,)  # the tap of what a head feeds back
 
 
-class Fed:
+class HeadLM:
     """What the adapters below have in common; a mixin in front of one."""
 
     before = 1  # tokens of the text that are not in the row
@@ -50,10 +50,10 @@ class Fed:
             self.keep_row(index, [])  # type: ignore[attr-defined]
         super()._sync(wanted[1:], index)  # type: ignore[misc]
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         return super().forward([replace(job, features=self._entering(job)) for job in jobs], taps)  # type: ignore[misc]
 
-    def _entering(self, job: Job) -> Tensor | None:  # [tokens of the job, hidden]
+    def _entering(self, job: Segment) -> Tensor | None:  # [tokens of the job, hidden]
         if job.row not in self._features:
             return None
         first, features = self._features[job.row]
@@ -72,29 +72,29 @@ class Fed:
         super().release(row)  # type: ignore[misc]
 
 
-class FedPacked(Fed, PackedLM):
+class EagerHeadLM(HeadLM, PackedLM):
     """Eagerly."""
 
 
-class FedFast(Fed, FastLM):
+class CompiledHeadLM(HeadLM, CompiledLM):
     """Compiled, on a CPU."""
 
 
-class FedGraph(Fed, GraphLM):
+class GraphHeadLM(HeadLM, GraphLM):
     """As CUDA graphs."""
 
 
-def fed(model: PreTrainedModel, compiled: bool) -> FedPacked | FedFast | FedGraph:
+def adapt_head(model: PreTrainedModel, compiled: bool) -> EagerHeadLM | CompiledHeadLM | GraphHeadLM:
     """The adapter of a model that takes states."""
     if compiled and model.device.type == "cpu":
         # A pass takes as long as its weights take to come from memory, and a guess may be a little different.
-        fast = FedFast.of(_packed(quantize(twin(model))))
-        return fast if isinstance(fast, FedFast) else _packed(model)
+        fast = CompiledHeadLM.of(_packed(quantize(twin(model))))
+        return fast if isinstance(fast, CompiledHeadLM) else _packed(model)
     packed = _packed(model)
-    return FedGraph.of(packed) if compiled else packed  # type: ignore[return-value]
+    return GraphHeadLM.of(packed) if compiled else packed  # type: ignore[return-value]
 
 
-def _packed(model: PreTrainedModel) -> FedPacked:
-    packed = FedPacked.fitting(model)
-    assert isinstance(packed, FedPacked), "a head is made of layers that attend through our function"
+def _packed(model: PreTrainedModel) -> EagerHeadLM:
+    packed = EagerHeadLM.fitting(model)
+    assert isinstance(packed, EagerHeadLM), "a head is made of layers that attend through our function"
     return packed

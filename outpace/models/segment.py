@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Chosen
+from outpace.core.lm import Picked
 from outpace.core.tree import ROOT, Tree
 from outpace.sampling.sampler import Pick
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialPass:
     """Pending tokens of a row and nodes behind them whose first layers have run: those have their keys and values."""
 
     tree: Tree
@@ -27,7 +27,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     """The first tokens of a job, up to where a draft has brought them."""
 
     layers: int
@@ -37,7 +37,7 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class Job:
+class Segment:
     """What one row contributes to a pass: its pending tokens, then the nodes of its tree from `since` on."""
 
     row: int
@@ -46,7 +46,7 @@ class Job:
     tree: Tree | None = None
     since: int = 0
     pick: Pick | None = None
-    resumed: Resumed | None = None
+    resumed: ResumePoint | None = None
     features: Tensor | None = None  # [tokens, hidden]: what enters beside the tokens, for a model that takes anything
 
     @property
@@ -69,7 +69,7 @@ class Job:
         """Cache entries that exist after the pass."""
         return self.start + len(self.pending) + (len(self.tree) if self.tree is not None else 0)
 
-    def resume(self, begun: Begun) -> Job:
+    def resume(self, begun: PartialPass) -> Segment:
         """The same job, with the nodes that were begun first: their parents were begun too, so it stays a tree."""
         tree, fed = self.tree, len(self.pending)
         assert tree is not None and not self.since, "a whole tree is resumed"
@@ -84,15 +84,15 @@ class Job:
             states = states[[*range(fed), *(fed + node for node in nodes)]]
         parents = [-1, *(order[tree.parents[node]] for node in ordered[1:])]
         arranged = Tree([tree.tokens[node] for node in ordered], parents)
-        return replace(self, tree=arranged, resumed=Resumed(begun.layers, states, nodes, order))
+        return replace(self, tree=arranged, resumed=ResumePoint(begun.layers, states, nodes, order))
 
-    def fresh(self) -> Job | None:
+    def fresh(self) -> Segment | None:
         """The part of a resumed job that no layer has seen; None if there is none."""
         assert self.resumed is not None and self.tree is not None
         fed, done = len(self.pending), len(self.resumed.nodes)
         if done == len(self.tree):
             return None
-        return Job(self.row, self.start + fed, [], self.tree, done)
+        return Segment(self.row, self.start + fed, [], self.tree, done)
 
 
 def _found(tree: Tree, other: Tree, most: int) -> dict[int, int]:
@@ -108,7 +108,7 @@ def _found(tree: Tree, other: Tree, most: int) -> dict[int, int]:
     return found
 
 
-def joined(jobs: Seq[Job], size: int) -> dict[str, Tensor]:
+def joined(jobs: Seq[Segment], size: int) -> dict[str, Tensor]:
     """What enters beside the tokens of a pass of this size, for a model that takes anything."""
     given = [job.features for job in jobs if job.features is not None]
     if not given:
@@ -118,7 +118,7 @@ def joined(jobs: Seq[Job], size: int) -> dict[str, Tensor]:
 
 
 @dataclass
-class Row:
+class Slot:
     """One slot: tokens in the cache, tokens that the next pass feeds first, and the tree scored last."""
 
     tokens: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Row:
     tree: Tree | None = None
     scored: int = 0  # nodes of the tree that a pass has seen; a drafter may have added more since
     order: list[int] | None = None  # place in the tree of each node that was asked for, if they were put in order
-    begun: Begun | None = None  # by a draft that is this model's first layers
+    begun: PartialPass | None = None  # by a draft that is this model's first layers
     taps: tuple[int, ...] = ()
     hidden: list[Tensor] = field(default_factory=list)  # of `tokens`, in pieces
     provisional: Tensor | None = None  # [nodes of the tree, taps]
@@ -137,9 +137,9 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Output:
+class SegmentOutput:
     """What a pass gives for one job."""
 
     logits: Tensor | None  # [new nodes, vocab]
     hidden: dict[int, Tensor]  # tap -> [pending and new nodes, hidden]
-    chosen: Chosen | None = None
+    chosen: Picked | None = None

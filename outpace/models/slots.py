@@ -12,11 +12,11 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from outpace.core.lm import LM, Ends, Guess, Memory, Picks, Reference, Scores, Shape
+from outpace.core.lm import LM, DraftShape, DraftToken, Embeddings, MemoryNeed, Picks, Reference, Scores
 from outpace.core.sequence import common_prefix
 from outpace.core.tree import Tree
 from outpace.errors import UnsupportedModel, UsageError
-from outpace.models.segment import Job, Output, Row
+from outpace.models.segment import Segment, SegmentOutput, Slot
 from outpace.sampling.sampler import Pick
 from outpace.threads.worker import Worker
 
@@ -34,15 +34,15 @@ class SlotLM(ABC):
     handy: bool = True
     stack: int = 0
     version: int = 0
-    ends: Ends | None = None
+    ends: Embeddings | None = None
     chunk: int = CHUNK
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[Slot] = []
         self.worker = Worker()
 
     @abstractmethod
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         """Run one pass and write its keys and values."""
 
     @abstractmethod
@@ -50,7 +50,7 @@ class SlotLM(ABC):
         """The model by itself, to compare with."""
 
     @abstractmethod
-    def reserve(self, jobs: Seq[Job]) -> None:
+    def reserve(self, jobs: Seq[Segment]) -> None:
         """Make room in the cache for these jobs, or raise `CacheFull`."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class SlotLM(ABC):
 
         free = [i for i, row in enumerate(self.rows) if not row.busy]
         if not free:
-            self.rows.append(Row())
+            self.rows.append(Slot())
             free = [len(self.rows) - 1]
         best = max(free, key=lambda i: (known(i), -len(self.rows[i].tokens)))
         source = max(range(len(self.rows)), key=known)
@@ -84,7 +84,7 @@ class SlotLM(ABC):
         row.taps, row.busy = taps, True
         return best
 
-    def _truncate(self, index: int, source: Row, length: int) -> None:
+    def _truncate(self, index: int, source: Slot, length: int) -> None:
         hidden = self._joined(source)
         self.rows[index].tokens = source.tokens[:length]
         self.rows[index].hidden = [] if hidden is None or not length else [hidden[:length]]
@@ -120,10 +120,10 @@ class SlotLM(ABC):
             self._truncate(index, row, self.crop(index, common))
         row.pending = wanted[len(row.tokens) :]
         if len(row.pending) > RIDE:
-            self.reserve([Job(index, len(row.tokens), row.pending)])  # all of it, or nothing is begun
+            self.reserve([Segment(index, len(row.tokens), row.pending)])  # all of it, or nothing is begun
         # A long rest runs now, in chunks; a short one rides on the next pass.
         while len(row.pending) > RIDE:
-            self._run([Job(index, len(row.tokens), row.pending[: self.chunk])])
+            self._run([Segment(index, len(row.tokens), row.pending[: self.chunk])])
 
     def score(
         self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None, picks: Picks = None
@@ -136,12 +136,12 @@ class SlotLM(ABC):
             if row.tree is not None and not (since and since[i]):
                 self.keep_row(index, [])  # a new tree overwrites one that was not kept
             pick = picks[i] if picks else None
-            jobs.append(Job(index, len(row.tokens), row.pending, tree, since[i] if since else 0, pick))
+            jobs.append(Segment(index, len(row.tokens), row.pending, tree, since[i] if since else 0, pick))
         if not any(self.rows[index].taps for index in rows):  # of the first layers there would be none
             jobs = [job.resume(begun) if (begun := self.rows[job.row].begun) else job for job in jobs]
         return self._run(jobs)
 
-    def _run(self, jobs: list[Job]) -> list[Scores]:
+    def _run(self, jobs: list[Segment]) -> list[Scores]:
         self.reserve(jobs)
         taps = tuple(sorted({tap for job in jobs for tap in self.rows[job.row].taps}))
         scores = []
@@ -171,7 +171,9 @@ class SlotLM(ABC):
     def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
         return False
 
-    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
+    def guess(
+        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    ) -> list[list[DraftToken]] | None:
         return None
 
     def slice(self, layers: Seq[int], eager: bool = False) -> LM:
@@ -183,11 +185,11 @@ class SlotLM(ABC):
     def share(self, layers: int) -> float:
         return layers / max(self.stack, 1)
 
-    def begin(self, jobs: Seq[Job], layers: int) -> list[Output]:
+    def begin(self, jobs: Seq[Segment], layers: int) -> list[SegmentOutput]:
         """For models with `early`: a pass of the first layers and the head, with what leaves them as tap `layers`."""
         raise NotImplementedError
 
-    def memory(self, tokens: int) -> Memory | None:
+    def memory(self, tokens: int) -> MemoryNeed | None:
         return None
 
     def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
@@ -207,7 +209,7 @@ class SlotLM(ABC):
     def hidden(self, row: int) -> Tensor | None:
         return self._joined(self.rows[row])
 
-    def _joined(self, row: Row) -> Tensor | None:
+    def _joined(self, row: Slot) -> Tensor | None:
         if len(row.hidden) > 1:
             row.hidden = [torch.cat(row.hidden)]
         return row.hidden[0] if row.hidden else None

@@ -45,7 +45,7 @@ POLICIES: dict[str, str] = {
     "confidence": "outpace.policies.adaptive:Confidence",
     "entropy": "outpace.policies.adaptive:Entropy",
     "learned": "outpace.policies.learned:Learned",
-    "auto": "outpace.policies.controller.controller:Goodput",
+    "auto": "outpace.policies.controller.controller:Controller",
 }
 
 VERIFIERS: dict[str, str] = {

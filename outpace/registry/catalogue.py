@@ -25,7 +25,7 @@ PLAIN_TYPES: dict[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """A method, policy or verifier: in a sentence, with its options and their defaults."""
 
     about: str
@@ -35,7 +35,7 @@ class Entry:
     types: dict[str, str] = field(default_factory=dict)  # of the options, as annotated
 
     @classmethod
-    def describe(cls, described: type) -> Entry:
+    def describe(cls, described: type) -> CatalogueEntry:
         known = registry.options(described)
         needed = registry.required(described)
         return cls(
@@ -52,23 +52,23 @@ class Entry:
 
 
 @cache
-def _ours() -> dict[str, dict[str, Entry]]:
+def _ours() -> dict[str, dict[str, CatalogueEntry]]:
     found = json.loads(FILE.read_text(encoding="utf-8"))
-    return {kind: {name: Entry(**entry) for name, entry in entries.items()} for kind, entries in found.items()}
+    return {kind: {name: CatalogueEntry(**entry) for name, entry in entries.items()} for kind, entries in found.items()}
 
 
-def entries(kind: str) -> dict[str, Entry]:
+def entries(kind: str) -> dict[str, CatalogueEntry]:
     """All of a kind: "method", "policy" or "verifier". Only what is not ours is imported for it."""
     plural = next(plural for plural, singular in KINDS.items() if singular == kind)
     ours, places = _ours()[plural], registry.names(kind)
     added = registry.installed() if kind == "method" else {}
     return {
-        name: ours[name] if name in ours and name not in added else Entry.describe(registry.find(name, kind))
+        name: ours[name] if name in ours and name not in added else CatalogueEntry.describe(registry.find(name, kind))
         for name in places
     }
 
 
-def entry(kind: str, name: str) -> Entry:
+def entry(kind: str, name: str) -> CatalogueEntry:
     known = entries(kind)
     if name not in known:
         raise unknown(kind, name, known)
@@ -101,7 +101,7 @@ def described() -> dict[str, dict[str, dict[str, Any]]]:
     """Everything of ours, from the classes."""
     return {
         plural: {
-            name: asdict(Entry.describe(registry.find(name, kind)))
+            name: asdict(CatalogueEntry.describe(registry.find(name, kind)))
             for name in (registry.METHODS if kind == "method" else registry.names(kind))
         }
         for plural, kind in KINDS.items()

@@ -82,7 +82,7 @@ class Banned:
 
 
 @dataclass(frozen=True)
-class Custom:
+class CustomProcessor:
     """A Transformers `LogitsProcessor`, or any callable of (input_ids [1, n], scores [1, vocab])."""
 
     function: Callable[[Tensor, Tensor], Tensor]
@@ -93,7 +93,7 @@ class Custom:
 
 
 @dataclass(frozen=True)
-class Rules:
+class Constraints:
     """Constraints of one request beside its `Sampling`, already in token ids."""
 
     min_tokens: int = 0
@@ -103,7 +103,7 @@ class Rules:
     grammar: Processor | None = None
 
 
-def build(sampling: Sampling, rules: Rules, start: int, vocab: int) -> list[Processor]:
+def build(sampling: Sampling, rules: Constraints, start: int, vocab: int) -> list[Processor]:
     """The processors of a request whose output begins at `start`; the grammar comes last and has the last word."""
     _check_ids("logit_bias", sampling.logit_bias, vocab)
     _check_ids("banned", [token for sequence in rules.banned for token in sequence], vocab)
@@ -121,7 +121,7 @@ def build(sampling: Sampling, rules: Rules, start: int, vocab: int) -> list[Proc
         out.append(Banned(rules.banned))
     if rules.min_tokens and rules.stops:
         out.append(MinTokens(rules.min_tokens, start, rules.stops))
-    out.extend(Custom(function) for function in rules.custom)
+    out.extend(CustomProcessor(function) for function in rules.custom)
     if rules.grammar is not None:
         out.append(rules.grammar)
     return out

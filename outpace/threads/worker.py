@@ -30,7 +30,7 @@ _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 _joining = threading.Lock()
 
 
-class Served(Protocol):
+class Serving(Protocol):
     """What a worker steps, such as an engine."""
 
     def serve(self) -> bool:
@@ -51,7 +51,7 @@ class Worker:
     def _reset(self) -> None:
         self._lock = threading.RLock()  # a finalizer may post while its own thread does; held for moments only
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._active: list[Served] = []
+        self._active: list[Serving] = []
         self._thread: threading.Thread | None = None
         self._heir: Worker | None = None  # does the work of this one, since they were joined
         self._stopping = False
@@ -88,10 +88,10 @@ class Worker:
             )
         give_back()
         answer: Future[T] = Future()
-        self.post(partial(_answer, answer, function, Settings.of_this_thread()))
+        self.post(partial(_answer, answer, function, ThreadSettings.of_this_thread()))
         return answer.result()
 
-    def serve(self, served: Served) -> None:
+    def serve(self, served: Serving) -> None:
         """Step this until it has nothing left to do. For commands: it is called on the worker's thread."""
         if served not in self.current._active:
             self.current._active.append(served)
@@ -159,14 +159,14 @@ class Worker:
             self._stopping, self._thread = False, None  # what runs at the very end of a process may start another
 
 
-class Settings(NamedTuple):
+class ThreadSettings(NamedTuple):
     """What torch keeps for each thread by itself, and a caller expects to hold for its passes."""
 
     threads: int
     device: int | None  # of CUDA
 
     @classmethod
-    def of_this_thread(cls) -> Settings:
+    def of_this_thread(cls) -> ThreadSettings:
         device = None
         if torch.cuda.is_initialized():
             device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
@@ -181,7 +181,7 @@ class Settings(NamedTuple):
             torch.cuda.set_device(self.device)
 
 
-def _answer(answer: Future[T], function: Callable[[], T], settings: Settings) -> None:
+def _answer(answer: Future[T], function: Callable[[], T], settings: ThreadSettings) -> None:
     settings.hold()
     try:
         answer.set_result(function())

@@ -29,7 +29,7 @@ FORMAT, VERSION = "outpace-trace", 1
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedNode:
     """A node at which the target chose, if probabilities were asked for: how likely it held its choice and each child.
 
     The law is that of the sampling settings; under greedy decoding, that of the model.
@@ -41,7 +41,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassRecord:
     """One pass of one request."""
 
     request: int
@@ -58,7 +58,7 @@ class Pass:
     signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
     chances: dict[int, float] = field(default_factory=dict)  # node -> the drafter's guess at P(right | parent is)
     trusted: list[int] = field(default_factory=list)  # nodes that a lossy method committed unasked
-    judged: list[Judged] = field(default_factory=list)
+    judged: list[JudgedNode] = field(default_factory=list)
     decision: Decision | None = None  # why so much was verified, of a policy that weighs it
 
     @property
@@ -71,11 +71,11 @@ class Pass:
         return Step(tree, list(self.path), list(self.committed), list(self.kept))
 
     @classmethod
-    def of(cls, line: dict[str, Any]) -> Pass:
+    def of(cls, line: dict[str, Any]) -> PassRecord:
         signals = {int(n): Signal(p, h, tuple(top)) for n, (p, h, top) in line.pop("signals", {}).items()}
         chances = {int(node): chance for node, chance in line.pop("chances", {}).items()}
         judged = [
-            Judged(j["node"], j["choice"], {int(n): p for n, p in j["children"].items()})
+            JudgedNode(j["node"], j["choice"], {int(n): p for n, p in j["children"].items()})
             for j in line.pop("judged", [])
         ]
         decision = Decision(**line.pop("decision")) if "decision" in line else None
@@ -93,7 +93,7 @@ class RequestTrace:
     lossless: bool
     sampling: dict[str, Any]
     prompt: list[int]
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
     finish_reason: str | None = None  # None: the trace breaks off
     error: str | None = None
 
@@ -208,17 +208,17 @@ class TraceWriter:
         self._file.flush()
 
 
-def _judge(event: Event, step: Step) -> Iterator[Judged]:
+def _judge(event: Event, step: Step) -> Iterator[JudgedNode]:
     seq, scores = event.seq, event.scores
     assert scores is not None, "a pass has scores"
     start = len(seq.tokens) - len(step.tokens)
     for depth, (node, token) in enumerate(zip(step.path, step.tokens, strict=False)):
         law = seq.sampler.shape(scores.logits[node], seq.tokens[: start + depth]).double().softmax(-1)  # [vocab]
         children = {child: float(law[step.tree.tokens[child]]) for child in step.tree.children(node)}
-        yield Judged(node, float(law[token]), children)
+        yield JudgedNode(node, float(law[token]), children)
 
 
-def reason(record: Pass, node: int, pieces: dict[int, str]) -> str:
+def reason(record: PassRecord, node: int, pieces: dict[int, str]) -> str:
     """Why a node was accepted or not, in words."""
     if node == ROOT:
         return "the root: committed by the pass before"
@@ -257,7 +257,7 @@ def _take(trace: Trace, kind: str, line: dict[str, Any]) -> None:
     if kind == "request":
         trace.requests.append(RequestTrace(**line))
     elif kind == "pass":
-        trace.requests[line["request"]].passes.append(Pass.of(line))
+        trace.requests[line["request"]].passes.append(PassRecord.of(line))
     elif kind == "end":
         ended = trace.requests[line["request"]]
         ended.finish_reason, ended.error = line["finish_reason"], line.get("error")

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from outpace.errors import OutpaceError
-from outpace.train.settings import Settings, make
+from outpace.train.settings import TrainingSettings, make
 
 FILE = "checkpoint.pt"
 
 
 @dataclass(frozen=True)
-class Reached:
+class TrainingProgress:
     """Where a run stands. Everything that is drawn depends on the seed and these numbers alone."""
 
     step: int = 0  # updates made
@@ -34,8 +34,8 @@ class Reached:
 class Checkpoint:
     """A run at one moment."""
 
-    settings: Settings
-    reached: Reached
+    settings: TrainingSettings
+    reached: TrainingProgress
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
 
@@ -65,6 +65,6 @@ def read(folder: Path) -> Checkpoint:
         found = torch.load(folder / FILE, map_location="cpu", weights_only=True)
         given = dict(found["settings"])
         settings = make(given.pop("kind"), given)
-        return Checkpoint(settings, Reached(**found["reached"]), found["weights"], found["optimizer"])
+        return Checkpoint(settings, TrainingProgress(**found["reached"]), found["weights"], found["optimizer"])
     except (OSError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         raise OutpaceError(f"{str(folder / FILE)!r} is no checkpoint that can be taken up again: {error}") from error

@@ -14,20 +14,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outpace.train.data.batches import Batch
-from outpace.train.losses import Lost
+from outpace.train.losses import LossResult
 from outpace.train.recipes.heads import Recipe
 
 PATIENCE = timedelta(hours=2)  # that the others wait while the first one measures
 
 
-class World:
+class Distributed:
     """This process and the others."""
 
     def __init__(self, rank: int = 0, size: int = 1, local: int = 0):
         self.rank, self.size, self.local = rank, size, local
 
     @classmethod
-    def join(cls, device: str = "") -> World:
+    def join(cls, device: str = "") -> Distributed:
         """The world that torchrun describes in the environment, or that of one process."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
@@ -77,7 +77,7 @@ class World:
         dist.broadcast_object_list(held)
         return held[0]
 
-    def joined(self, module: Trained) -> nn.Module:
+    def joined(self, module: TrainedRecipe) -> nn.Module:
         """The module with gradients that are averaged over all processes."""
         return module if self.size == 1 else DistributedDataParallel(module)
 
@@ -86,7 +86,7 @@ class World:
         return module.no_sync() if wanted and isinstance(module, DistributedDataParallel) else nullcontext()  # type: ignore[no-any-return]
 
 
-class Trained(nn.Module):
+class TrainedRecipe(nn.Module):
     """A recipe as the module that torch's own parallel training wraps."""
 
     def __init__(self, recipe: Recipe):
@@ -94,5 +94,5 @@ class Trained(nn.Module):
         self.recipe = recipe
         self.changed = nn.ParameterList(recipe.parameters())
 
-    def forward(self, batch: Batch, step: int, total: int) -> Lost:
+    def forward(self, batch: Batch, step: int, total: int) -> LossResult:
         return self.recipe.loss(batch, step, total)

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from outpace.storage.json_lines import read_lines
-from outpace.train.settings import Settings
-from outpace.train.validate import Figures
+from outpace.train.settings import TrainingSettings
+from outpace.train.validate import ValidationFigures
 from outpace.version import __version__
 
 FILE, FORMAT, VERSION = "log.jsonl", "outpace-train", 1
 
 
 @dataclass(frozen=True)
-class Point:
+class LogPoint:
     """One step; step 0 is before the first."""
 
     step: int
@@ -30,18 +30,18 @@ class Point:
     rate: float | None = None
     tokens: int = 0  # that counted
     seconds: float = 0.0
-    measured: Figures | None = None  # after this step
+    measured: ValidationFigures | None = None  # after this step
 
     @classmethod
-    def of(cls, line: dict[str, Any]) -> Point:
+    def of(cls, line: dict[str, Any]) -> LogPoint:
         measured = line.pop("measured", None)
-        return cls(**line, measured=Figures(**measured) if measured else None)
+        return cls(**line, measured=ValidationFigures(**measured) if measured else None)
 
 
 class Log:
     """The file of a run."""
 
-    def __init__(self, folder: Path, settings: Settings):
+    def __init__(self, folder: Path, settings: TrainingSettings):
         self.path, self.settings = folder / FILE, settings
 
     def begin(self, step: int) -> None:
@@ -56,13 +56,13 @@ class Log:
         lines = [header, *(asdict(point) for point in kept)]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
-    def add(self, point: Point) -> None:
+    def add(self, point: LogPoint) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(point)) + "\n")
 
 
-def read(folder: Path) -> list[Point]:
-    return [Point.of(line) for line in _lines(folder)[1:]]
+def read(folder: Path) -> list[LogPoint]:
+    return [LogPoint.of(line) for line in _lines(folder)[1:]]
 
 
 def settings(folder: Path) -> dict[str, Any]:

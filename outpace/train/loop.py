@@ -21,12 +21,12 @@ import torch
 
 from outpace.errors import OutpaceError, UsageError
 from outpace.train import checkpoint
-from outpace.train.checkpoint import Checkpoint, Reached
+from outpace.train.checkpoint import Checkpoint, TrainingProgress
 from outpace.train.data.batches import Batch, batches
-from outpace.train.distributed import Trained, World
-from outpace.train.log import Log, Point
+from outpace.train.distributed import Distributed, TrainedRecipe
+from outpace.train.log import Log, LogPoint
 from outpace.train.recipes.heads import Recipe
-from outpace.train.settings import Settings
+from outpace.train.settings import TrainingSettings
 from outpace.train.validate import Split, measure
 
 BETAS = (0.9, 0.95)
@@ -34,7 +34,7 @@ WARMUP = 0.03  # of all steps
 LOWEST = 0.1  # of the learning rate, where cosine ends
 
 
-def rate(settings: Settings, step: int) -> float:
+def rate(settings: TrainingSettings, step: int) -> float:
     """The learning rate of an update; the first is step 0."""
     warmup = math.ceil(settings.steps * WARMUP) if settings.warmup < 0 else settings.warmup
     if step < warmup:
@@ -46,7 +46,7 @@ def rate(settings: Settings, step: int) -> float:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnBatch:
     """A batch, and where the run stands once it was used."""
 
     batch: Batch
@@ -76,15 +76,15 @@ def patiently() -> Iterator[Callable[[], bool]]:
 class Loop:
     """One run. Iterate over `run`: each step has its point."""
 
-    def __init__(self, recipe: Recipe, settings: Settings, texts: Split, world: World | None = None):
-        self.recipe, self.settings, self.texts, self.world = recipe, settings, texts, world or World()
-        self.folder, self.reached = Path(settings.output), Reached()
+    def __init__(self, recipe: Recipe, settings: TrainingSettings, texts: Split, world: Distributed | None = None):
+        self.recipe, self.settings, self.texts, self.world = recipe, settings, texts, world or Distributed()
+        self.folder, self.reached = Path(settings.output), TrainingProgress()
         self.parameters = recipe.parameters()
         self.device = self.parameters[0].device
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=settings.rate, betas=BETAS, weight_decay=settings.weight_decay
         )
-        self.module = self.world.joined(Trained(recipe))
+        self.module = self.world.joined(TrainedRecipe(recipe))
         self.log = Log(self.folder, settings)
 
     def resume(self) -> None:
@@ -98,14 +98,14 @@ class Loop:
         self.optimizer.load_state_dict(found.optimizer)
         self.reached = found.reached
 
-    def run(self) -> Iterator[Point]:
+    def run(self) -> Iterator[LogPoint]:
         """A point for each step, and one before the first. Ctrl-C leaves a checkpoint."""
         settings = self.settings
         if self.world.first:
             self.log.begin(self.reached.step)
         with patiently() as interrupted:
             if not self.reached.step:
-                yield self._logged(self._measured(Point(0)))
+                yield self._logged(self._measured(LogPoint(0)))
             drawn, stop = self._drawn(), False
             while self.reached.step < settings.steps and not stop:
                 point = self._update([next(drawn) for _ in range(settings.accumulate)])
@@ -121,17 +121,17 @@ class Loop:
                 if asked:
                     raise KeyboardInterrupt
 
-    def _drawn(self) -> Iterator[Drawn]:
+    def _drawn(self) -> Iterator[DrawnBatch]:
         """Batches without end, from where the run stands."""
         settings, epoch, used = self.settings, self.reached.epoch, self.reached.batches
         while True:
             found = batches(self.texts.records, settings.batch, settings.length, settings.seed, epoch)
             for count, batch in enumerate(found, start=1):
                 if count > used:
-                    yield Drawn(batch, epoch, count)
+                    yield DrawnBatch(batch, epoch, count)
             epoch, used = epoch + 1, 0
 
-    def _update(self, group: list[Drawn]) -> Point:
+    def _update(self, group: list[DrawnBatch]) -> LogPoint:
         """One update of the weights, on the mean over all places that count in the batches of a group."""
         start, step, world = time.perf_counter(), self.reached.step, self.world
         parts = [world.part(drawn.batch) for drawn in group]
@@ -155,7 +155,7 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         self.reached = replace(self.reached, step=step + 1, epoch=group[-1].epoch, batches=group[-1].batches)
         loss, *acceptance = world.sum(said.tolist(), self.device)
-        return Point(step + 1, loss, acceptance, norm, now, int(total), time.perf_counter() - start)
+        return LogPoint(step + 1, loss, acceptance, norm, now, int(total), time.perf_counter() - start)
 
     def _placed(self, part: Batch) -> Batch:
         if self.device.type == "cuda":
@@ -169,7 +169,7 @@ class Loop:
             torch.manual_seed(random.Random(f"{self.settings.seed}/{step}/{self.world.rank}").getrandbits(63))
             yield
 
-    def _measured(self, point: Point) -> Point:
+    def _measured(self, point: LogPoint) -> LogPoint:
         """Ask the engine, and save what was never better."""
         if not self.texts.held_out:
             return point
@@ -184,11 +184,11 @@ class Loop:
             self._save(point)
         return point
 
-    def _save(self, point: Point) -> None:
+    def _save(self, point: LogPoint) -> None:
         measured = point.measured and dataclasses.asdict(point.measured)
         self.recipe.save(self.folder, {"steps": point.step, "measured": measured, "settings": self.settings.to_dict()})
 
-    def _logged(self, point: Point) -> Point:
+    def _logged(self, point: LogPoint) -> LogPoint:
         if self.world.first:
             self.log.add(point)
         return point
@@ -198,5 +198,5 @@ class Loop:
         if not self.world.first:
             return
         if not self.texts.held_out:
-            self._save(Point(self.reached.step))
+            self._save(LogPoint(self.reached.step))
         Checkpoint(self.settings, self.reached, self.recipe.state(), self.optimizer.state_dict()).write(self.folder)

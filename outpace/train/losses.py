@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from outpace.models.hf.torch_compile import quick
+from outpace.models.hf.torch_compile import compile_function
 
 TILE = 1 << 24  # logits that are looked at together: 64 MB for each thing that is computed of them
 WIDE = 8  # so many times as many on a GPU: small pieces would keep it waiting
@@ -26,7 +26,7 @@ DECAY = 0.8  # weight of a step, relative to the one before it
 DOUBT = 3.0  # how fast "mixed" goes over from KL to TV as the overlap grows
 
 
-class Laws(NamedTuple):
+class StepLogits(NamedTuple):
     """Logits of one step of all chains: place i of every step belongs to the same chain."""
 
     draft: Tensor  # [places, vocab], with gradient
@@ -35,18 +35,18 @@ class Laws(NamedTuple):
     at: Tensor | None = None  # [places]: row of `target` that belongs to a place, so that steps can share one tensor
 
 
-class Lost(NamedTuple):
+class LossResult(NamedTuple):
     """What a loss says of a batch."""
 
     loss: Tensor  # []
     acceptance: Tensor  # [steps], detached: mean overlap of the places that count; nan where none does
 
 
-Loss: TypeAlias = Callable[[Seq[Laws]], Lost]
-_quick = cache(quick)
+Loss: TypeAlias = Callable[[Seq[StepLogits]], LossResult]
+_quick = cache(compile_function)
 
 
-class Compared(NamedTuple):
+class DistributionPair(NamedTuple):
     """A draft's law beside its target's; zeros where a place does not count."""
 
     log_alpha: Tensor  # [places]: log of the overlap
@@ -125,19 +125,19 @@ def _within(q: Tensor, p: Tensor, log_alpha: Tensor) -> Tensor:
     return torch.where(q <= p, q - log_alpha[:, None], -torch.inf).exp()
 
 
-def compare(laws: Laws) -> Compared:
+def compare(laws: StepLogits) -> DistributionPair:
     """Overlap and cross-entropy at every place."""
     draft, target = laws.draft, laws.target.detach()
     if draft.shape[1] != target.shape[1]:
         raise ValueError(f"laws over {draft.shape[1]} and {target.shape[1]} tokens: restrict the target's to head.ids")
     every = torch.arange(len(draft), device=draft.device)
     counted = every if laws.counts is None else laws.counts.nonzero().flatten()
-    return Compared(*_Compare.apply(draft, target, counted, every if laws.at is None else laws.at))
+    return DistributionPair(*_Compare.apply(draft, target, counted, every if laws.at is None else laws.at))
 
 
 def alpha(draft: Tensor, target: Tensor) -> Tensor:
     """The overlap of two laws given by logits, with a gradient for the first."""  # [places, vocab] x 2 -> [places]
-    return compare(Laws(draft, target)).alpha
+    return compare(StepLogits(draft, target)).alpha
 
 
 def _mean(values: Tensor, counts: Tensor) -> Tensor:
@@ -145,35 +145,35 @@ def _mean(values: Tensor, counts: Tensor) -> Tensor:
     return (values * counts).sum() / counts.sum().clamp(min=1)
 
 
-def _counts(laws: Laws) -> Tensor:
+def _counts(laws: StepLogits) -> Tensor:
     return laws.counts if laws.counts is not None else laws.draft.new_ones(len(laws.draft), dtype=torch.bool)
 
 
-def _acceptance(found: Seq[Compared], counts: Seq[Tensor]) -> Tensor:
+def _acceptance(found: Seq[DistributionPair], counts: Seq[Tensor]) -> Tensor:
     means = [(step.alpha * places).sum() / places.sum() for step, places in zip(found, counts, strict=True)]
     return torch.stack(means).detach()
 
 
-def _stepwise(of: Callable[[Compared], Tensor]) -> Loss:
+def _stepwise(of: Callable[[DistributionPair], Tensor]) -> Loss:
     """A loss of single places: their mean at each step, and of the steps a mean with weights that decay."""
 
-    def loss(steps: Seq[Laws]) -> Lost:
+    def loss(steps: Seq[StepLogits]) -> LossResult:
         found, counts = [compare(laws) for laws in steps], [_counts(laws) for laws in steps]
         weights = [DECAY**i for i in range(len(steps))]
         means = [_mean(of(step), places) for step, places in zip(found, counts, strict=True)]
         total = torch.stack([w * mean for w, mean in zip(weights, means, strict=True)]).sum() / sum(weights)
-        return Lost(total, _acceptance(found, counts))
+        return LossResult(total, _acceptance(found, counts))
 
     return loss
 
 
-def _mixed(found: Compared) -> Tensor:
+def _mixed(found: DistributionPair) -> Tensor:
     """KL, which always has a gradient, where the laws hardly overlap, and more and more TV where they do."""
     kl = torch.exp(-DOUBT * found.alpha.detach())
     return kl * (found.cross - found.entropy) + (1 - kl) * (1 - found.alpha)
 
 
-def _end_to_end(steps: Seq[Laws]) -> Lost:
+def _end_to_end(steps: Seq[StepLogits]) -> LossResult:
     """1 - the share of guesses that are accepted in a row: Bebop's 1 - (1/g) sum_j prod_{i<=j} alpha_i.
 
     A chain ends at its first step that does not count; only steps before it are expected of it.
@@ -181,7 +181,7 @@ def _end_to_end(steps: Seq[Laws]) -> Lost:
     found, counts = [compare(laws) for laws in steps], [_counts(laws) for laws in steps]
     alive = torch.stack(counts).cumprod(0).bool()  # [steps, places]
     reached = torch.stack([step.log_alpha for step in found]).cumsum(0).exp()  # [steps, places]
-    return Lost(_mean(1 - reached, alive), _acceptance(found, counts))
+    return LossResult(_mean(1 - reached, alive), _acceptance(found, counts))
 
 
 LOSSES: dict[str, Loss] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.errors import OutpaceError
-from outpace.train.log import Point, read
+from outpace.train.log import LogPoint, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,13 +41,13 @@ def draw(folder: Path) -> Path:
     return folder / FILE
 
 
-def _loss(axes: Axes, points: Seq[Point]) -> None:
+def _loss(axes: Axes, points: Seq[LogPoint]) -> None:
     steps, values = _smooth([(point.step, point.loss) for point in points if point.loss is not None])
     axes.plot(steps, values, color=SERIES[0])
     axes.set_ylabel("loss")
 
 
-def _acceptance(axes: Axes, points: Seq[Point]) -> None:
+def _acceptance(axes: Axes, points: Seq[LogPoint]) -> None:
     ahead = max((len(point.acceptance) for point in points), default=0)
     for index in range(ahead):
         found = [(point.step, point.acceptance[index]) for point in points if index < len(point.acceptance)]
@@ -57,7 +57,7 @@ def _acceptance(axes: Axes, points: Seq[Point]) -> None:
         axes.legend(fontsize=8)
 
 
-def _measured(axes: Axes, points: Seq[Point]) -> None:
+def _measured(axes: Axes, points: Seq[LogPoint]) -> None:
     found = [(point.step, point.measured) for point in points if point.measured is not None]
     steps = [step for step, _ in found]
     axes.plot(steps, [m.tokens_per_pass for _, m in found], color=SERIES[0], marker="o", label="tokens per pass")

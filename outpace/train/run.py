@@ -8,14 +8,14 @@ from outpace.api.model import Model
 from outpace.errors import UsageError
 from outpace.train import checkpoint, log
 from outpace.train.data.records import read
-from outpace.train.distributed import World
+from outpace.train.distributed import Distributed
 from outpace.train.loop import Loop
 from outpace.train.recipes import heads
-from outpace.train.settings import Settings
+from outpace.train.settings import TrainingSettings
 from outpace.train.validate import split
 
 
-def check(settings: Settings, resume: bool) -> None:
+def check(settings: TrainingSettings, resume: bool) -> None:
     """Whether the run can begin, or go on, in its folder; nothing that is not ours is overwritten."""
     for name in ("model", "data", "output"):
         if not getattr(settings, name):
@@ -31,7 +31,7 @@ def check(settings: Settings, resume: bool) -> None:
         raise UsageError(f"{str(folder)!r} is not empty, and holds no training run: name another folder")
 
 
-def prepare(settings: Settings, model: Model, world: World | None = None, resume: bool = False) -> Loop:
+def prepare(settings: TrainingSettings, model: Model, world: Distributed | None = None, resume: bool = False) -> Loop:
     """The loop of a run on this target; iterate over its `run`."""
     check(settings, resume)
     records = read(settings.data, model.lm.vocab)

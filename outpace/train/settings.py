@@ -16,20 +16,22 @@ SCHEDULES = ("cosine", "constant")
 CURRICULA = ("rotational", "gradual", "single")
 
 
-class Kind(NamedTuple):
+class TrainingKind(NamedTuple):
     """Something that can be trained."""
 
     about: str
     lr: float  # unless told otherwise
 
 
-KINDS: dict[str, Kind] = {
-    "eagle3": Kind("A layer that guesses from three of the target's hidden states, fed back to itself.", 3e-4),
-    "mtp": Kind("A layer like the target's own that guesses from its last hidden state, fed back to itself.", 3e-4),
-    "medusa": Kind("One small head for each token ahead, on the target's last hidden state.", 1e-3),
-    "block": Kind("A few layers that guess a whole block of tokens in one pass.", 3e-4),
-    "layerskip": Kind("A copy of the model whose first layers learn to guess what all of them say.", 3e-5),
-    "draft": Kind("A smaller model, or this one without some layers, that learns to guess for it.", 1e-4),
+KINDS: dict[str, TrainingKind] = {
+    "eagle3": TrainingKind("A layer that guesses from three of the target's hidden states, fed back to itself.", 3e-4),
+    "mtp": TrainingKind(
+        "A layer like the target's own that guesses from its last hidden state, fed back to itself.", 3e-4
+    ),
+    "medusa": TrainingKind("One small head for each token ahead, on the target's last hidden state.", 1e-3),
+    "block": TrainingKind("A few layers that guess a whole block of tokens in one pass.", 3e-4),
+    "layerskip": TrainingKind("A copy of the model whose first layers learn to guess what all of them say.", 3e-5),
+    "draft": TrainingKind("A smaller model, or this one without some layers, that learns to guess for it.", 1e-4),
 }
 HEADS = ("eagle3", "mtp", "medusa", "block")
 CHANGEABLE = ("steps", "save_every", "validate_every", "patience", "device")  # when a run is taken up again
@@ -42,7 +44,7 @@ def of(default: Any, about: str, *kinds: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainingSettings:
     """One training run."""
 
     kind: str
@@ -130,7 +132,7 @@ class Settings:
         listed = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
         return {"kind": self.kind, **{name: value for name, value in listed.items() if value is not None}}
 
-    def differences(self, other: Settings) -> list[str]:
+    def differences(self, other: TrainingSettings) -> list[str]:
         """What may not differ when a run is taken up again, and does."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in CHANGEABLE]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
@@ -138,19 +140,19 @@ class Settings:
 
 def fields_of(kind: str) -> dict[str, dataclasses.Field[Any]]:
     """The settings that a kind has."""
-    every = {f.name: f for f in dataclasses.fields(Settings) if f.name != "kind"}
+    every = {f.name: f for f in dataclasses.fields(TrainingSettings) if f.name != "kind"}
     return {name: f for name, f in every.items() if not f.metadata["kinds"] or kind in f.metadata["kinds"]}
 
 
-def make(kind: str, given: Mapping[str, Any]) -> Settings:
+def make(kind: str, given: Mapping[str, Any]) -> TrainingSettings:
     """Settings from names and values; an unknown name is refused with the nearest one that this kind has."""
-    known, hints = fields_of(kind) if kind in KINDS else {}, typing.get_type_hints(Settings)
+    known, hints = fields_of(kind) if kind in KINDS else {}, typing.get_type_hints(TrainingSettings)
     if not known:
         raise unknown("kind of training", kind, KINDS)
     for name in given:
         if name not in known:
             raise unknown(f"setting of {kind}", name, known)
-    return Settings(kind=kind, **{name: _typed(name, value, hints[name]) for name, value in given.items()})
+    return TrainingSettings(kind=kind, **{name: _typed(name, value, hints[name]) for name, value in given.items()})
 
 
 def read(path: Path) -> dict[str, Any]:

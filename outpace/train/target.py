@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from outpace.core.lm import LM
 from outpace.errors import UsageError
 from outpace.models.hf.module import decoder_layers, recording, twin
-from outpace.models.hf.torch_compile import quicken
+from outpace.models.hf.torch_compile import compile_modules
 from outpace.train.data.batches import Batch
 
 
-class Told(NamedTuple):
+class TargetOutputs(NamedTuple):
     """What the target says about a batch."""
 
     logits: Tensor  # [batch, tokens, vocab]: behind each token
@@ -36,18 +36,18 @@ class Target:
     def __init__(self, lm: LM):
         self.model = twin(module_of(lm))
         decoder, name = decoder_layers(self.model)
-        quicken(getattr(decoder, name), self.device)
+        compile_modules(getattr(decoder, name), self.device)
 
     @property
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device
 
     @torch.no_grad()
-    def tell(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> Told:  # [batch, tokens]
+    def tell(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> TargetOutputs:  # [batch, tokens]
         """One plain pass; texts are padded at the end, where nothing before it can see."""
         with recording(self.model, taps, row=None) as recorded:  # Transformers' own way would interrupt compiled layers
             logits = self.model(input_ids=tokens, use_cache=False).logits
-        return Told(logits, torch.cat([recorded[tap] for tap in taps], dim=-1) if taps else None)
+        return TargetOutputs(logits, torch.cat([recorded[tap] for tap in taps], dim=-1) if taps else None)
 
 
 def answered(batch: Batch) -> Tensor:  # [batch, tokens]

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from outpace.core.stats import Stats
 from outpace.errors import OutpaceError, UsageError
-from outpace.train.data.records import Record
-from outpace.train.recipes.heads import Served
-from outpace.train.settings import Settings
+from outpace.train.data.records import TextRecord
+from outpace.train.recipes.heads import ServedModel
+from outpace.train.settings import TrainingSettings
 
 
 @dataclass(frozen=True)
-class Figures:
+class ValidationFigures:
     """Measured by the engine."""
 
     tokens_per_pass: float
@@ -24,7 +24,7 @@ class Figures:
     by_depth: list[float]
 
     @classmethod
-    def of(cls, stats: Stats) -> Figures:
+    def of(cls, stats: Stats) -> ValidationFigures:
         acceptance = sum(stats.matched) / max(sum(stats.offered), 1)
         return cls(stats.tokens_per_pass, acceptance, stats.acceptance_by_depth)
 
@@ -32,11 +32,11 @@ class Figures:
 class Split(NamedTuple):
     """Texts to train on, and prompts to measure on; no prompt is in both."""
 
-    records: list[Record]
+    records: list[TextRecord]
     held_out: list[list[int]]
 
 
-def split(records: Seq[Record], count: int, seed: int) -> Split:
+def split(records: Seq[TextRecord], count: int, seed: int) -> Split:
     """Hold out so many prompts, with all their answers."""
     asked = [tuple(record.tokens[: record.prompt].tolist()) for record in records]
     prompts = list(dict.fromkeys(asked))
@@ -49,7 +49,7 @@ def split(records: Seq[Record], count: int, seed: int) -> Split:
     return Split(kept, [list(prompt) for prompt in prompts if prompt in chosen])
 
 
-def measure(served: Served, prompts: Seq[list[int]], settings: Settings) -> Figures:
+def measure(served: ServedModel, prompts: Seq[list[int]], settings: TrainingSettings) -> ValidationFigures:
     """Answer these prompts in one batch."""
     given: dict[str, Any] = {
         "max_tokens": settings.validation_tokens,
@@ -61,4 +61,4 @@ def measure(served: Served, prompts: Seq[list[int]], settings: Settings) -> Figu
     failed = [completion.error for completion in done if completion.error is not None]
     if failed:
         raise OutpaceError(f"a prompt that was held out could not be answered: {failed[0]}")
-    return Figures.of(reduce(Stats.merge, (completion.stats for completion in done)))
+    return ValidationFigures.of(reduce(Stats.merge, (completion.stats for completion in done)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outpace.core.lm import Scores
 
 
-class Chance(Protocol):
+class RandomSource(Protocol):
     """Where the residual rule gets its randomness; tests enumerate every outcome instead."""
 
     def flip(self, prob: float) -> bool: ...
@@ -26,7 +26,7 @@ class Chance(Protocol):
 
 
 @dataclass(frozen=True)
-class Keyed:
+class KeyedRandom:
     """Chance from the request's seed, fresh in every pass."""
 
     seq: Sequence
@@ -60,7 +60,7 @@ class Residual(Verifier):
             prefix = seq.tokens + [tree.tokens[n] for n in tree.path(node)[1:]]
             return seq.sampler.law(scores.logits[node], prefix)
 
-        accepted, next_token = traverse(tree, law, Keyed(seq, [0]))
+        accepted, next_token = traverse(tree, law, KeyedRandom(seq, [0]))
         start, path = len(seq.tokens), [ROOT]
         for child in accepted[1:]:
             path.append(child)
@@ -70,7 +70,7 @@ class Residual(Verifier):
         return Step(tree, path, seq.tokens[start:], path)
 
 
-def traverse(tree: Tree, law: Callable[[int], Tensor], chance: Chance) -> tuple[list[int], int]:
+def traverse(tree: Tree, law: Callable[[int], Tensor], chance: RandomSource) -> tuple[list[int], int]:
     """Accepted path and next token: leaves first, each rejection moving what is left of the law to the rest."""
     stack = [Visit.of(tree, ROOT, 1.0, law)]
     while True:

@@ -19,7 +19,7 @@ from outpace.errors import OutpaceError
 from outpace.sampling.settings import Sampling
 from outpace.verify.expected import expected_law
 from outpace.verify.judge import SAFETY, rounding_of
-from outpace.verify.plan import Plan, Subject
+from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check
 
 DEPTH = 3  # tokens of each short answer: the later ones are reached by accepted guesses
@@ -47,7 +47,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Test:
+class PearsonTest:
     """Pearson's test of one text."""
 
     __test__ = False  # not a test of pytest's
@@ -61,7 +61,7 @@ class Test:
     effect: float  # the smallest deviation (Cohen's w) that is found with a chance of 90 %
 
 
-def sampled_law(plan: Plan, subject: Subject) -> Check:
+def sampled_law(plan: VerifyPlan, subject: Subject) -> Check:
     """Chi-squared tests of the counts, corrected for their number."""
     name = "sampled law"
     found = [counts for index in range(min(plan.contexts, len(plan.prompts))) for counts in draw(plan, subject, index)]
@@ -89,7 +89,7 @@ def finds(effects: list[float]) -> str:
     return f"finds w >= {min(effects):.2f} (after the rarest text {max(effects):.2f}) with power {POWER:.0%}"
 
 
-def draw(plan: Plan, subject: Subject, index: int) -> list[Counts]:
+def draw(plan: VerifyPlan, subject: Subject, index: int) -> list[Counts]:
     """Counts of the next token after a prompt and after each frequent beginning of its answers."""
     prompt = plan.prompts[index]
     requests = [
@@ -115,7 +115,7 @@ def following(texts: list[list[Any]]) -> Following:
     return out
 
 
-def _counts(plan: Plan, index: int, prefix: list[int], drawn: Counter[int]) -> Counts:
+def _counts(plan: VerifyPlan, index: int, prefix: list[int], drawn: Counter[int]) -> Counts:
     text, start = plan.prompts[index] + prefix, len(plan.prompts[index])
     reference = plan.judge.reference
     precise, native = reference.precise(text, 1), reference.native(text, 1)
@@ -136,25 +136,25 @@ def _could_be(logits: Tensor, token: int, rounding: float, sampling: Sampling, t
     return bool(expected_law(moved, text, start, sampling)[token] > 0)
 
 
-def chi_squared(counts: Counts, alpha: float) -> Test:
+def chi_squared(counts: Counts, alpha: float) -> PearsonTest:
     """Pearson's test against every law that the model's own rounding could have made of the expected one."""
     from scipy.optimize import brentq
     from scipy.stats import ncx2
 
     size, bins = counts.size, _bins(counts)
     if len(bins) < 2:  # the law is as good as certain
-        return Test(counts.prompt, counts.prefix, size, len(bins), 0.0, 1.0, float("inf"))
+        return PearsonTest(counts.prompt, counts.prefix, size, len(bins), 0.0, 1.0, float("inf"))
     chi2 = sum((b.drawn - size * b.law) ** 2 / (size * b.law) for b in bins)
     slack = size * sum((SAFETY * (b.native - b.law)) ** 2 / b.law for b in bins)
     freedom = len(bins) - 1
     p = float(ncx2.sf(chi2, freedom, slack))
     critical = float(ncx2.isf(alpha, freedom, slack))
     effect = brentq(lambda w: ncx2.sf(critical, freedom, size * w * w) - POWER, 1e-6, 1e3)
-    return Test(counts.prompt, counts.prefix, size, len(bins), float(chi2), p, float(effect))
+    return PearsonTest(counts.prompt, counts.prefix, size, len(bins), float(chi2), p, float(effect))
 
 
 @dataclass(frozen=True)
-class Bin:
+class ProbabilityBin:
     """One token, or all rare ones together: draws, and the probability by either precision."""
 
     drawn: int
@@ -162,16 +162,18 @@ class Bin:
     native: float
 
 
-def _bins(counts: Counts) -> list[Bin]:
+def _bins(counts: Counts) -> list[ProbabilityBin]:
     common = torch.nonzero(counts.law * counts.size >= EXPECTED).flatten().tolist()
-    bins = [Bin(counts.drawn[t], float(counts.law[t]), float(counts.native[t])) for t in common]
-    rest = Bin(counts.size - sum(b.drawn for b in bins), 1 - sum(b.law for b in bins), 1 - sum(b.native for b in bins))
+    bins = [ProbabilityBin(counts.drawn[t], float(counts.law[t]), float(counts.native[t])) for t in common]
+    rest = ProbabilityBin(
+        counts.size - sum(b.drawn for b in bins), 1 - sum(b.law for b in bins), 1 - sum(b.native for b in bins)
+    )
     if rest.law * counts.size >= EXPECTED or not bins:
         return [*bins, rest]
     # Too little for a bin of its own: it joins the smallest.
     bins.sort(key=lambda b: -b.law)
     last = bins.pop()
-    return [*bins, Bin(last.drawn + rest.drawn, last.law + rest.law, last.native + rest.native)]
+    return [*bins, ProbabilityBin(last.drawn + rest.drawn, last.law + rest.law, last.native + rest.native)]
 
 
 def holm(p: list[float], alpha: float) -> int:

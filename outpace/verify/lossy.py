@@ -14,13 +14,13 @@ from torch import Tensor
 
 from outpace.verify.distribution import Counts, draw
 from outpace.verify.parity import GREEDY, PLAIN
-from outpace.verify.plan import Plan, Subject
+from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check
 
 RESAMPLES = 200  # for the interval of the KL divergence
 
 
-def price(plan: Plan, subject: Subject) -> Check:
+def price(plan: VerifyPlan, subject: Subject) -> Check:
     found = [counts for index in range(min(plan.contexts, len(plan.prompts))) for counts in draw(plan, subject, index)]
     kl, low, high = _pooled(found)
     indices = list(range(len(plan.prompts)))
@@ -68,7 +68,7 @@ def _pooled(found: list[Counts]) -> tuple[float, float, float]:
     return once(False), float(np.quantile(spread, 0.025)), float(np.quantile(spread, 0.975))
 
 
-def _mean_logprob(plan: Plan, answers: list[list[int]]) -> float:
+def _mean_logprob(plan: VerifyPlan, answers: list[list[int]]) -> float:
     """How likely the target finds these answers, per token."""
     total, count = 0.0, 0
     for prompt, tokens in zip(plan.prompts, answers, strict=True):

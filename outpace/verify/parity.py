@@ -11,7 +11,7 @@ import torch
 from outpace.api.stream import Completion
 from outpace.sampling.settings import Sampling
 from outpace.verify.callers import WAYS
-from outpace.verify.plan import Plan, Subject
+from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check, Divergence, verdict_of
 
 PLAIN = Subject("plain", {"method": "plain"})
@@ -21,7 +21,7 @@ GREEDY = Sampling()
 class Parity:
     """Parity checks of one plan; each answer is computed once."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: VerifyPlan):
         self.plan = plan
         self._answers: dict[tuple[str, float, int], list[Completion]] = {}
 
@@ -121,7 +121,7 @@ class Parity:
         return [replace(d, texts=(text(d.expected), text(d.got))) for d in divergences]
 
 
-def keeps_seed(plan: Plan, subject: Subject) -> bool:
+def keeps_seed(plan: VerifyPlan, subject: Subject) -> bool:
     """Whether the method promises the seed's own text, and not only its law."""
     return plan.model.sequence(plan.request(subject, plan.prompts[0])).verifier.shares_noise
 

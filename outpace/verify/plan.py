@@ -26,7 +26,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Plan:
+class VerifyPlan:
     """The questions, the same for every method."""
 
     model: Model

@@ -14,12 +14,12 @@ from outpace.registry import find, methods, options, parse, required
 from outpace.verify.distribution import sampled_law
 from outpace.verify.lossy import price
 from outpace.verify.parity import PLAIN, Parity, keeps_seed
-from outpace.verify.plan import Plan, Subject
+from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check
 
 
 @dataclass(frozen=True)
-class Question:
+class PlannedCheck:
     """A check that is about to run."""
 
     subject: str
@@ -27,7 +27,7 @@ class Question:
     ask: Callable[[], Check]
 
 
-def questions(plan: Plan, subjects: list[Subject], transformers: bool = False) -> list[Question]:
+def questions(plan: VerifyPlan, subjects: list[Subject], transformers: bool = False) -> list[PlannedCheck]:
     """What is asked: plain decoding itself is judged first, then each method."""
     parity = Parity(plan)
     out = []
@@ -38,10 +38,10 @@ def questions(plan: Plan, subjects: list[Subject], transformers: bool = False) -
             plan.model.worker.call(partial(sequence.drafter.open, sequence))
         except UnsupportedModel as error:
             refused = Check(subject.name, "all checks", "skip", str(error))
-            out.append(Question(subject.name, refused.name, partial(_given, refused)))
+            out.append(PlannedCheck(subject.name, refused.name, partial(_given, refused)))
             continue
         if not (sequence.drafter.lossless and sequence.verifier.lossless):
-            out.append(Question(subject.name, "price", partial(price, plan, subject)))
+            out.append(PlannedCheck(subject.name, "price", partial(price, plan, subject)))
             continue
         asked: dict[str, Callable[[Subject], Check]] = {
             "every token": parity.judged,
@@ -58,7 +58,7 @@ def questions(plan: Plan, subjects: list[Subject], transformers: bool = False) -
             asked["sampled law"] = partial(sampled_law, plan)
         if transformers and subject is PLAIN:  # the others are compared with plain
             asked["greedy = Transformers"] = parity.transformers
-        out += [Question(subject.name, name, partial(ask, subject)) for name, ask in asked.items()]
+        out += [PlannedCheck(subject.name, name, partial(ask, subject)) for name, ask in asked.items()]
     return out
 
 
@@ -80,7 +80,7 @@ def subjects_of(specs: list[str], model: Model, draft: Model | None, shared: dic
     return subjects
 
 
-def answered(questions: list[Question]) -> Iterator[Check]:
+def answered(questions: list[PlannedCheck]) -> Iterator[Check]:
     """Checks as they are done, with the time each took."""
     for question in questions:
         start = time.perf_counter()

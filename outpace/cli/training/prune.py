@@ -18,7 +18,7 @@ from outpace.version import __version__
 
 if TYPE_CHECKING:
     from outpace.api.model import Model
-    from outpace.drafting.layer_search import Probe
+    from outpace.drafting.layer_search import LayerProbe
 
 RULES = ("angle", "search")
 DEPTH = 4  # of the chains that are counted
@@ -88,17 +88,17 @@ def prune(
         _show(kept, left, found, output)
 
 
-def _probe(lm: Model, prompts: Path | None, limit: int | None, max_tokens: int) -> Probe:
+def _probe(lm: Model, prompts: Path | None, limit: int | None, max_tokens: int) -> LayerProbe:
     """The model's own answers: places where a draft would have to agree with it."""
-    from outpace.drafting.layer_search import Probe, Sample
+    from outpace.drafting.layer_search import LayerProbe, ProbeText
     from outpace.prompts import tasks
 
     asked = [tasks.encode(prompt, lm)[-LONGEST:] for prompt in tasks.load(prompts, limit=limit)]
     answers = lm.generate(asked, method="plain", max_tokens=max_tokens)
-    return Probe(lm.lm, [Sample(p + a.tokens, len(p) - 1) for p, a in zip(asked, answers, strict=True)])
+    return LayerProbe(lm.lm, [ProbeText(p + a.tokens, len(p) - 1) for p, a in zip(asked, answers, strict=True)])
 
 
-def _figures(probe: Probe, kept: list[int]) -> dict[str, Any]:
+def _figures(probe: LayerProbe, kept: list[int]) -> dict[str, Any]:
     from outpace.drafting.layer_search import agreement, tokens_per_pass
 
     matches = probe.kept(kept)

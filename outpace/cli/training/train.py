@@ -20,7 +20,7 @@ from outpace.errors import UsageError
 from outpace.train import settings as known
 
 if TYPE_CHECKING:
-    from outpace.train.log import Point
+    from outpace.train.log import LogPoint
     from outpace.train.loop import Loop
 
 train = typer.Typer(no_args_is_help=True, help="Train what drafts for a model: heads, early exits, small models.")
@@ -47,7 +47,7 @@ def _flag(name: str, help: str, kind: Any) -> Any:
 
 def _parameters(kind: str) -> Iterator[inspect.Parameter]:
     """The flags of a kind, read from its settings."""
-    hints = get_type_hints(known.Settings)
+    hints = get_type_hints(known.TrainingSettings)
     where = inspect.Parameter.KEYWORD_ONLY
     model = Annotated[str | None, typer.Argument(help="Shelf name, folder or hub id of the target.")]
     yield inspect.Parameter("model", where, default=None, annotation=model)
@@ -74,7 +74,7 @@ def _command(kind: str) -> None:
     train.command(kind)(reports_errors(run))
 
 
-def settings_of(kind: str, file: dict[str, Any], flags: dict[str, Any]) -> known.Settings:
+def settings_of(kind: str, file: dict[str, Any], flags: dict[str, Any]) -> known.TrainingSettings:
     """Those of a file, with those of the flags in their place."""
     found = dict(file)
     if (other := found.pop("kind", kind)) != kind:
@@ -99,12 +99,12 @@ for _kind in known.KINDS:
     _command(_kind)
 
 
-def _run(settings: known.Settings, resume: bool, as_json: bool) -> None:
-    from outpace.train.distributed import World
+def _run(settings: known.TrainingSettings, resume: bool, as_json: bool) -> None:
+    from outpace.train.distributed import Distributed
     from outpace.train.run import check, prepare
 
     check(settings, resume)
-    world = World.join(settings.device)
+    world = Distributed.join(settings.device)
     try:
         model = load_model(settings.model, Loading(settings.dtype or None, world.device(settings.device), eager=True))
         loop = prepare(settings, model, world, resume)
@@ -137,7 +137,7 @@ def _bar(loop: Loop) -> Iterator[Any]:
     with Progress(*columns, console=stderr, disable=not loop.world.first) as bar:
         task = bar.add_task(loop.settings.kind, total=loop.settings.steps, completed=loop.reached.step, said="")
 
-        def show(point: Point) -> None:
+        def show(point: LogPoint) -> None:
             bar.update(task, completed=point.step, said=_said(point))
             if point.measured is not None and loop.world.first:
                 bar.console.print(_measured(point), highlight=False, soft_wrap=True)
@@ -145,12 +145,12 @@ def _bar(loop: Loop) -> Iterator[Any]:
         yield show
 
 
-def _said(point: Point) -> str:
+def _said(point: LogPoint) -> str:
     overlap = " ".join(f"{value:.2f}" for value in point.acceptance)
     return "" if point.loss is None else f"loss {point.loss:.3f} overlap {overlap}"
 
 
-def _measured(point: Point) -> str:
+def _measured(point: LogPoint) -> str:
     assert point.measured is not None
     depths = " ".join(f"{value:.2f}" for value in point.measured.by_depth)
     figures = f"{point.measured.tokens_per_pass:.2f} tokens per pass, accepted {point.measured.acceptance:.0%}"

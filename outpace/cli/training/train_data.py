@@ -27,7 +27,7 @@ from outpace.errors import UsageError
 
 if TYPE_CHECKING:
     from outpace.prompts.training import Shard
-    from outpace.train.data.generate import Made, Progress as Done
+    from outpace.train.data.generate import Progress as Done, WritingResult
 
 Prompts = Annotated[
     list[Path],
@@ -82,14 +82,14 @@ def data(
         raise UsageError("give prompts with --prompts FILE, or let the model write some with --self-written N")
     part = files.Shard.parse(shard)
     writing = make.Writing(prompt_temperature, prompt_top_p, prompt_tokens, system)
-    settings = make.Settings(
+    settings = make.GenerationSettings(
         max_tokens, temperature, top_k, top_p, seed, writing,
         longest_prompt=longest_prompt, method=method, rows=rows, shard=part,
     )  # fmt: skip
     asked = files.load(prompts, limit)
     path, lm = _path(output, part), load_model(model, Loading(dtype, device, eager=eager, quantize=quantize))
     state_memory(lm, rows * (longest_prompt + max_tokens))
-    made: list[Made] = []
+    made: list[WritingResult] = []
     try:
         if asked:
             with _watched("answers") as tell:
@@ -128,7 +128,7 @@ def _watched(name: str) -> Iterator[_Watch]:
         yield _Watch(bars, bars.add_task(name, total=None, speed=""))
 
 
-def _say(made: list[Made], path: Path, as_json: bool) -> None:
+def _say(made: list[WritingResult], path: Path, as_json: bool) -> None:
     skipped: dict[str, int] = {}
     for part in made:
         for why, count in part.skipped.items():

@@ -18,7 +18,7 @@ CONFIG = "config.json"
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
-class Checkpoint:
+class HeadFolder:
     """A folder with a config.json, and weights as safetensors or, without any code being run, as torch's own files."""
 
     def __init__(self, folder: Path):

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Ends
+from outpace.core.lm import Embeddings
 from outpace.errors import UsageError
-from outpace.heads.base import Spec
-from outpace.heads.formats.checkpoint import CONFIG, Checkpoint
+from outpace.heads.base import HeadSpec
+from outpace.heads.formats.checkpoint import CONFIG, HeadFolder
 from outpace.heads.layers import TARGET
 
 KIND = "mtp"
@@ -30,7 +30,7 @@ OWN_PLACE = ("fc.", "norm.", "pre_fc_norm_")  # outside of the layer
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def prefix(checkpoint: Checkpoint) -> str | None:
+def prefix(checkpoint: HeadFolder) -> str | None:
     """What the names of a checkpoint's first MTP layer begin with; None: it has none."""
     if any(name.startswith("mtp.") for name in checkpoint.places):
         return "mtp."
@@ -42,7 +42,7 @@ def prefix(checkpoint: Checkpoint) -> str | None:
     return found[0][1] if found else None
 
 
-def read(checkpoint: Checkpoint, stack: int) -> tuple[Spec, dict[str, Tensor]]:
+def read(checkpoint: HeadFolder, stack: int) -> tuple[HeadSpec, dict[str, Tensor]]:
     """The head, with copies of the target's matrices under the names `embed_tokens.weight` and `output.weight`."""
     start = prefix(checkpoint)
     assert start is not None
@@ -56,7 +56,7 @@ def read(checkpoint: Checkpoint, stack: int) -> tuple[Spec, dict[str, Tensor]]:
             f"the MTP layer in {checkpoint.folder} is quantised ({scaled[0]}); only plain weights can be read"
         )
     # Where the norm is a part of the layer's result it is fed back; DeepSeek's belongs to the output.
-    spec = Spec(KIND, (stack,), normed=start == "mtp.", parts=TARGET)
+    spec = HeadSpec(KIND, (stack,), normed=start == "mtp.", parts=TARGET)
     return spec, tensors
 
 
@@ -88,7 +88,7 @@ def _fused(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return rest
 
 
-def folder_of(ends: Ends) -> Path | None:
+def folder_of(ends: Embeddings) -> Path | None:
     """Where the target itself was loaded from, if its checkpoint has MTP layers."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -105,6 +105,6 @@ def folder_of(ends: Ends) -> Path | None:
     if not (folder / CONFIG).is_file():
         return None
     try:
-        return folder if prefix(Checkpoint(folder)) is not None else None
+        return folder if prefix(HeadFolder(folder)) is not None else None
     except UsageError:  # weights of another kind
         return None

@@ -1,7 +1,8 @@
 """Heads that others published: EAGLE-3 as EAGLE, SpecForge and vLLM's speculators write it, and models' own MTP layers.
 
-What they call a thing is told in our names, and what a head is, beside its weights, becomes a `Spec`. Whatever cannot
-be held is refused by name: a head that runs although one of its parts is missing only guesses badly, and nobody knows.
+What they call a thing is told in our names, and what a head is, beside its weights, becomes a `HeadSpec`. Whatever
+cannot be held is refused by name: a head that runs although one of its parts is missing only guesses badly, and nobody
+knows.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from outpace.core.lm import Ends
+from outpace.core.lm import Embeddings
 from outpace.errors import OutpaceError, UsageError
-from outpace.heads.base import Spec
+from outpace.heads.base import HeadSpec
 from outpace.heads.formats import native_mtp
-from outpace.heads.formats.checkpoint import CONFIG, Checkpoint
+from outpace.heads.formats.checkpoint import CONFIG, HeadFolder
 from outpace.heads.recursive import COPIED
 from outpace.models.hf.module import apart
 
@@ -31,10 +32,10 @@ ASIDE = re.compile(r"t2d|d2t|.*rotary_emb\..*|verifier_.*")  # looked at elsewhe
 
 
 @dataclass(frozen=True)
-class Published:
+class HeadWeights:
     """A head as we would have saved it."""
 
-    spec: Spec
+    spec: HeadSpec
     tensors: dict[str, Tensor]  # in our names
 
 
@@ -42,7 +43,7 @@ def published(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def layout(checkpoint: Checkpoint) -> str:
+def layout(checkpoint: HeadFolder) -> str:
     """Whose way of writing a head down this is."""
     config, names = checkpoint.config, checkpoint.places
     if "speculators_config" in config or "speculators_model_type" in config:
@@ -59,21 +60,21 @@ def layout(checkpoint: Checkpoint) -> str:
     )
 
 
-def read(folder: Path, ends: Ends, stack: int) -> Published:
+def read(folder: Path, ends: Embeddings, stack: int) -> HeadWeights:
     """The head in this folder, for a target of so many layers."""
-    checkpoint = Checkpoint(folder)
+    checkpoint = HeadFolder(folder)
     kind = layout(checkpoint)
     if kind == "mtp":
         spec, tensors = native_mtp.read(checkpoint, stack)
         tensors = _borrowing(tensors, ends, folder)
-        return Published(replace(spec, own_output=OUTPUT in tensors), tensors)
+        return HeadWeights(replace(spec, own_output=OUTPUT in tensors), tensors)
     named = checkpoint.config.get("speculators_model_type", "eagle3")
     if named != "eagle3":
         raise UsageError(f"{folder} is a speculators model of the type {named!r}; eagle3 can be read")
     return _eagle3(checkpoint, kind == "speculators", ends, stack)
 
 
-def _eagle3(checkpoint: Checkpoint, speculators: bool, ends: Ends, stack: int) -> Published:
+def _eagle3(checkpoint: HeadFolder, speculators: bool, ends: Embeddings, stack: int) -> HeadWeights:
     config, folder = checkpoint.config, checkpoint.folder
     given = {_renamed(name): tensor for name, tensor in checkpoint.read(checkpoint.places).items()}
     layer = config.get("transformer_layer_config", {}) if speculators else config
@@ -88,7 +89,7 @@ def _eagle3(checkpoint: Checkpoint, speculators: bool, ends: Ends, stack: int) -
         raise OutpaceError(f"the head in {folder} has norms before fc that its config does not name, or the reverse")
     if ids is not None:
         tensors["ids"] = ids
-    spec = Spec(
+    spec = HeadSpec(
         "eagle3", _taps(config, speculators, stack, tensors["model.fc.weight"].shape[1] // ends.hidden, folder),
         steps=_steps(config), draft_vocab=0 if ids is None else len(ids), own_output=OUTPUT in tensors,
         normed=_flag(config, "norm_output"), residual_norm=_flag(config, "norm_before_residual"),
@@ -96,7 +97,7 @@ def _eagle3(checkpoint: Checkpoint, speculators: bool, ends: Ends, stack: int) -
         feedforward=layer.get("intermediate_size", 0), shape=_shape(layer, tensors, ends, folder),
         parts="qwen3" if any("q_norm" in name for name in tensors) else "llama",
     )  # fmt: skip
-    return Published(spec, tensors)
+    return HeadWeights(spec, tensors)
 
 
 def _renamed(name: str) -> str:
@@ -113,7 +114,7 @@ def _flag(config: dict[str, Any], name: str) -> bool:
     return bool(config.get(name) or (config.get("eagle_config") or {}).get(name))
 
 
-def _check(layer: dict[str, Any], config: dict[str, Any], ends: Ends, folder: Path) -> None:
+def _check(layer: dict[str, Any], config: dict[str, Any], ends: Embeddings, folder: Path) -> None:
     """What a head can have that ours cannot."""
     width = config.get("target_hidden_size") or layer.get("hidden_size", ends.hidden)
     if layer.get("hidden_size", ends.hidden) != ends.hidden or width != ends.hidden:
@@ -144,7 +145,7 @@ def _ids(given: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:
     return None if len(ids) == vocab and bool((ids == torch.arange(vocab)).all()) else ids
 
 
-def _borrowing(given: dict[str, Tensor], ends: Ends, folder: Path) -> dict[str, Tensor]:
+def _borrowing(given: dict[str, Tensor], ends: Embeddings, folder: Path) -> dict[str, Tensor]:
     """Without copies of the target's matrices; embeddings of its own a head cannot have."""
     embed = given.pop(EMBED, None)
     if embed is not None and not _copy_of(embed, ends.embed):
@@ -182,10 +183,10 @@ def _taps(config: dict[str, Any], speculators: bool, stack: int, count: int, fol
 
 def _steps(config: dict[str, Any]) -> int:
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return int(methods[0].get("speculative_tokens") or Spec("", ()).steps)
+    return int(methods[0].get("speculative_tokens") or HeadSpec("", ()).steps)
 
 
-def _shape(layer: dict[str, Any], tensors: dict[str, Tensor], ends: Ends, folder: Path) -> dict[str, Any]:
+def _shape(layer: dict[str, Any], tensors: dict[str, Tensor], ends: Embeddings, folder: Path) -> dict[str, Any]:
     """Settings of the layer, after Transformers has put old names in order."""
     names = {*COPIED, "rope_theta", "rope_scaling", "max_position_embeddings"}
     read = LlamaConfig(**{n: layer[n] for n in names if layer.get(n) is not None}, hidden_size=ends.hidden)

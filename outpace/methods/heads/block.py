@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from outpace.drafting.head_drafter import Slotted
+from outpace.drafting.head_drafter import ParallelDrafter
 
 
 @dataclass(eq=False)
-class Block(Slotted):
+class Block(ParallelDrafter):
     """Trained layers over hidden states of the target guess a block of tokens at once, as a tree."""
 
     kind: ClassVar[str] = "block"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from outpace.drafting.head_drafter import Headed
+from outpace.drafting.head_drafter import HeadDrafter
 
 
 @dataclass(eq=False)
-class Eagle3(Headed):
+class Eagle3(HeadDrafter):
     """A trained head of one layer guesses from hidden states of the target, as a tree."""
 
     kind: ClassVar[str] = "eagle3"

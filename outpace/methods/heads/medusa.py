@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from outpace.core.tree import Budget
 from outpace.drafting import parallel_trees
-from outpace.drafting.head_drafter import Slotted
+from outpace.drafting.head_drafter import ParallelDrafter
 
 
 @dataclass(eq=False)
-class Medusa(Slotted):
+class Medusa(ParallelDrafter):
     """Trained layers on the target's last hidden state guess the next tokens at once, as a tree."""
 
     kind: ClassVar[str] = "medusa"

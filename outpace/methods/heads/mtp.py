@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from outpace.drafting.head_drafter import Headed
+from outpace.drafting.head_drafter import HeadDrafter
 
 
 @dataclass(eq=False)
-class Mtp(Headed):
+class Mtp(HeadDrafter):
     """A trained layer like the target's own guesses from its last hidden state, as a chain."""
 
     kind: ClassVar[str] = "mtp"

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Chosen
+from outpace.core.lm import Picked
 from outpace.models.compiled import packing
 from outpace.models.compiled.capture import Replay
-from outpace.models.hf.stages import Span
-from outpace.models.segment import Job
+from outpace.models.hf.stages import LayerSpan
+from outpace.models.segment import Segment
 from outpace.sampling.sampler import MinP, Pick, TopK, TopP
 
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, rounded up
@@ -31,19 +31,19 @@ FOUND = 4  # numbers of a choice: token, largest logit, probability, whether it 
 BUFFERS = 2  # that the host writes in turns
 
 
-class Size(NamedTuple):
+class GraphKey(NamedTuple):
     """What a graph is made for."""
 
     tokens: int
     slots: int
     taps: tuple[int, ...] = ()
-    span: Span | None = None  # of layers; None: all of them
+    span: LayerSpan | None = None  # of layers; None: all of them
     heads: bool = True  # whether logits are wanted
     filtered: bool = False  # whether tokens are left out before a choice
     turn: int = 0  # of two graphs: one runs while what the other left is read
 
     @classmethod
-    def of(cls, jobs: Seq[Job], taps: tuple[int, ...] = ()) -> Size:
+    def of(cls, jobs: Seq[Segment], taps: tuple[int, ...] = ()) -> GraphKey:
         tokens = sum(len(job.tokens) for job in jobs)
         size = cls(next(n for n in SIZES if n >= tokens), next(n for n in SLOTS if n >= len(jobs)), taps)
         return size._replace(filtered=any(limits(job.pick) is not None for job in jobs))
@@ -65,7 +65,7 @@ def limits(pick: Pick | None) -> list[float] | None:
     return found if any(found) else None
 
 
-class Left(NamedTuple):
+class GraphOutputs(NamedTuple):
     """What a captured pass leaves in its memory."""
 
     logits: Tensor | None  # [tokens, vocab]
@@ -99,14 +99,14 @@ class Staging:
 
 
 @dataclass
-class Captured:
+class CapturedPass:
     """A graph, and the memory through which it is talked to."""
 
-    replay: Replay[Left]
+    replay: Replay[GraphOutputs]
     staging: Staging
     entering: Tensor | None  # [tokens, hidden]: states that enter, behind the first layer or beside the tokens
     read: Tensor  # [FOUND, tokens]: the choices on the host, pinned
-    size: Size
+    size: GraphKey
 
     def launch(self) -> None:
         """Run it with what was staged."""
@@ -114,7 +114,7 @@ class Captured:
         self.staging.sent()
 
     @property
-    def left(self) -> Left:
+    def left(self) -> GraphOutputs:
         return self.replay.left
 
     @property
@@ -122,10 +122,10 @@ class Captured:
         return self.staging.given[: self.size.tokens]
 
 
-class Coming:
+class PickBuffer:
     """The choices of a pass that is under way."""
 
-    def __init__(self, captured: Captured, count: int):
+    def __init__(self, captured: CapturedPass, count: int):
         self._done, self._read = torch.cuda.Event(), captured.read[:, :count]
         self._done.record()
 
@@ -138,10 +138,10 @@ class Coming:
         return self._read.tolist()
 
 
-class Soon(Chosen):
+class PendingPicks(Picked):
     """A job's part of them: whoever reads it waits, and until then the host has time for other things."""
 
-    def __init__(self, coming: Coming, part: slice, again: Callable[[], Chosen]):
+    def __init__(self, coming: PickBuffer, part: slice, again: Callable[[], Picked]):
         self._coming, self._part, self._again = coming, part, again
 
     def wait(self) -> None:
@@ -152,7 +152,7 @@ class Soon(Chosen):
         return [int(token) for token in self._coming.rows[0][self._part]]
 
     @cached_property
-    def _unsure(self) -> Chosen | None:
+    def _unsure(self) -> Picked | None:
         """The choices made anew, where more tokens may be left by the filters than the device has looked at."""
         return None if all(self._coming.rows[3][self._part]) else self._again()
 

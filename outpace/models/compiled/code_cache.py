@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 OWN = ("compiled/layers.py", "compiled/packing.py", "hf/attention.py", "kernels/few_rows.cpp")
 
 
-class Code(NamedTuple):
+class CachedLayerCode(NamedTuple):
     """Compiled code of a layer, and the names of its arguments."""
 
     call: Callable[..., Any]
@@ -70,7 +70,7 @@ def keeping(folder: Path, names: list[str]) -> Iterator[None]:
         logger.warning("compiled code could not be kept: %s", error)
 
 
-def load(folder: Path) -> Code | None:
+def load(folder: Path) -> CachedLayerCode | None:
     """What was kept; None if there is nothing that can be used."""
     try:
         about = json.loads((folder / "code.json").read_text(encoding="utf-8"))
@@ -78,7 +78,9 @@ def load(folder: Path) -> Code | None:
             return None
         from torch._inductor.standalone_compile import CompiledArtifact
 
-        return Code(CompiledArtifact.load(path=str(folder / "code.bin"), format="binary"), list(about["names"]))
+        return CachedLayerCode(
+            CompiledArtifact.load(path=str(folder / "code.bin"), format="binary"), list(about["names"])
+        )
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever is wrong with it, it can be compiled again

@@ -15,53 +15,53 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Guess, Memory, Shape as Guesses
+from outpace.core.lm import DraftShape, DraftToken, MemoryNeed
 from outpace.core.tree import Tree
 from outpace.models.compiled import packing as lane
-from outpace.models.compiled.draft_tree import Branches
+from outpace.models.compiled.draft_tree import DraftTrees
 from outpace.models.compiled.layers import compile_layers
-from outpace.models.compiled.packing import Lane
+from outpace.models.compiled.packing import CompiledAttention
 from outpace.models.hf import attention
-from outpace.models.hf.bf16_copies import Halves
+from outpace.models.hf.bf16_copies import Bf16Copies
 from outpace.models.hf.lm import PackedLM, places
 from outpace.models.hf.module import apart, recording, view
-from outpace.models.hf.pooled_cache import PoolCache, Shape
-from outpace.models.hf.stages import Ran, Span
+from outpace.models.hf.pooled_cache import CacheShape, PooledCache
+from outpace.models.hf.stages import LayerSpan, StageOutputs
 from outpace.models.kernels import cpu
-from outpace.models.segment import Job, Output, joined
+from outpace.models.segment import Segment, SegmentOutput, joined
 from outpace.sampling.sampler import Pick
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Forward = Callable[[Seq[Job], tuple[int, ...]], list[Output]]
+Forward = Callable[[Seq[Segment], tuple[int, ...]], list[SegmentOutput]]
 FEWEST = 2  # tokens and slots of a pass: a size of one would be compiled as another program
 
 
-class FastLM(PackedLM):
+class CompiledLM(PackedLM):
     """A packed model with compiled passes for a CPU."""
 
     most_tokens = 64  # in a compiled pass: with more, torch's own products are as fast
     quick_prompts = False  # whether parts of a prompt run compiled
     graph_memory: Any = None  # of captured passes, where there are any
 
-    def __init__(self, packed: PackedLM, halves: Halves | None = None):
+    def __init__(self, packed: PackedLM, halves: Bf16Copies | None = None):
         super().__init__(packed.model, packed.layers, packed.cache.limit)
         ((heads, dim, dtype),) = packed.cache.kinds
-        shape = Shape(len(packed.layers), heads, dim, dtype)
-        self.cache: PoolCache = PoolCache(shape, self.device, packed.cache.limit)  # type: ignore[assignment]
+        shape = CacheShape(len(packed.layers), heads, dim, dtype)
+        self.cache: PooledCache = PooledCache(shape, self.device, packed.cache.limit)  # type: ignore[assignment]
         self.cache.kinds = packed.cache.kinds
         self.quick = view(packed.model, packed.layers)
         self.quick.config._attn_implementation = attention.NAME
-        self.halves = halves or Halves()
+        self.halves = halves or Bf16Copies()
         self.feeds: bool = getattr(self.model, "takes_features", False)
-        self._branches = Branches(self)
+        self._branches = DraftTrees(self)
         if self.device.type == "cpu":
             self.halves.shorten(self.quick)
         self.compile_seconds = 0.0
         self.layer_kinds = compile_layers(self.quick, self.windows)
 
     @classmethod
-    def of(cls, packed: PackedLM, halves: Halves | None = None) -> PackedLM:
+    def of(cls, packed: PackedLM, halves: Bf16Copies | None = None) -> PackedLM:
         """The same model with compiled passes, or the model as it is, where they cannot be had."""
         problem = "its layers have caches of different shapes" if len(packed.cache.kinds) != 1 else cls.problem(packed)
         if problem is None:
@@ -118,7 +118,7 @@ class FastLM(PackedLM):
             tree = Tree.chain(tokens[4:])
             for node in range(3 - i):
                 tree.add(node, (tokens[node] + 1) % self.vocab)
-            jobs.append(Job(self.acquire([]), 0, tokens[i:4], tree))
+            jobs.append(Segment(self.acquire([]), 0, tokens[i:4], tree))
         self.reserve(jobs)
         logits = [output.logits.clone() for output in forward(jobs, ()) if output.logits is not None]
         for job in jobs:
@@ -144,17 +144,17 @@ class FastLM(PackedLM):
             )
             self.most_tokens = 0
 
-    def memory(self, tokens: int) -> Memory:
+    def memory(self, tokens: int) -> MemoryNeed:
         found = super().memory(tokens)
         return replace(found, weights=found.weights + self.halves.bytes)
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         if any(job.resumed is not None for job in jobs):
             return self.resume(jobs)
         found = self._attempt(jobs, lambda: self.quickly(jobs, taps))
         return super().forward(jobs, taps) if found is None else found
 
-    def _attempt(self, jobs: Seq[Job], quickly: Callable[[], T]) -> T | None:
+    def _attempt(self, jobs: Seq[Segment], quickly: Callable[[], T]) -> T | None:
         """What a compiled pass gives; None where there is none for these jobs."""
         prompts = any(job.tree is None for job in jobs)
         if (prompts and not self.quick_prompts) or not lane.fits(jobs, self.windows, self.most_tokens):
@@ -169,21 +169,25 @@ class FastLM(PackedLM):
             return None
 
     def guess(
-        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Guesses], picks: Seq[Pick]
-    ) -> list[list[Guess]] | None:
+        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    ) -> list[list[DraftToken]] | None:
         """Trees where nothing is sampled."""
         if any(pick.temperature for pick in picks) or not self._branches.fit(shapes):
             return None
         self._branches.reserve(rows, shapes)  # a full cache is no reason to give up compiled passes
-        jobs = [Job(row, len(self.rows[row].tokens), [], Tree([0])) for row in rows]
+        jobs = [Segment(row, len(self.rows[row].tokens), [], Tree([0])) for row in rows]
         return self._attempt(jobs, lambda: self._branches.grow(rows, tokens, shapes))
 
-    def part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran:
+    def part(
+        self, span: LayerSpan, jobs: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
+    ) -> StageOutputs:
         found = self._attempt(jobs, lambda: self._quick_part(span, jobs, entering, nodes))
         return super().part(span, jobs, entering, nodes) if found is None else found
 
     @torch.no_grad()
-    def _quick_part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran:
+    def _quick_part(
+        self, span: LayerSpan, jobs: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
+    ) -> StageOutputs:
         ids, given = self._packed(jobs)
         if entering is not None and len(entering) < len(ids):
             entering = torch.nn.functional.pad(entering, (0, 0, 0, len(ids) - len(entering)))
@@ -191,18 +195,18 @@ class FastLM(PackedLM):
         ran = self.stage(self.quick, span).run(ids, entering, wanted, **given)
         return ran._replace(states=ran.states[: sum(len(job.tokens) for job in jobs)])
 
-    def quickly(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def quickly(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         """A compiled pass."""
         with recording(self.quick, taps) as recorded:
             logits = self.run(jobs, places(jobs))
         return self.split(jobs, logits, recorded)
 
     @torch.no_grad()
-    def run(self, jobs: Seq[Job], nodes: list[int]) -> Tensor:  # [nodes, vocab]
+    def run(self, jobs: Seq[Segment], nodes: list[int]) -> Tensor:  # [nodes, vocab]
         ids, given = self._packed(jobs)
         return self.quick(input_ids=ids[None], **given, logits_to_keep=torch.tensor(nodes)).logits[0]
 
-    def _packed(self, jobs: Seq[Job]) -> tuple[Tensor, dict[str, Any]]:
+    def _packed(self, jobs: Seq[Segment]) -> tuple[Tensor, dict[str, Any]]:
         """The tokens of a pass, and all else that the model is given with them."""
         count = sum(len(job.tokens) for job in jobs)
         packing = lane.pack(jobs, self.cache, max(FEWEST, count), max(FEWEST, len(jobs)))
@@ -212,9 +216,12 @@ class FastLM(PackedLM):
         given = dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, reach=lanes)
         return ids, given | joined(jobs, len(ids))
 
-    def lanes(self, where: Tensor, jobs: Tensor, bits: Tensor, positions: Tensor) -> tuple[Lane, ...]:
+    def lanes(self, where: Tensor, jobs: Tensor, bits: Tensor, positions: Tensor) -> tuple[CompiledAttention, ...]:
         sides = zip(self.cache.sides, self.windows, strict=True)
-        return tuple(Lane(keys, values, where, jobs, bits, positions, window or 0) for (keys, values), window in sides)
+        return tuple(
+            CompiledAttention(keys, values, where, jobs, bits, positions, window or 0)
+            for (keys, values), window in sides
+        )
 
 
 def reason(error: Exception) -> str:

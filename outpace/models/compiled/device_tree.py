@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Guess, Shape
+from outpace.core.lm import DraftShape, DraftToken
 from outpace.core.tree import Tree
 from outpace.models.compiled.capture import capture
 
 STATE = (-1,)  # the tap of what a model feeds back to itself
 
 
-class Fed(NamedTuple):
+class DraftDevice(NamedTuple):
     """Where a draft runs, and what it feeds back to itself with each node."""
 
     device: torch.device
@@ -28,7 +28,7 @@ class Fed(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-class Levels(NamedTuple):
+class TreeLevels(NamedTuple):
     """The trees of several rows. Candidates of a level lie by the node that they follow, then by rank."""
 
     level: Tensor  # [1]: of the nodes that are fed next
@@ -41,7 +41,7 @@ class Levels(NamedTuple):
     ids: Tensor | None  # of the tokens that the draft knows, if its laws are over those alone
 
     @classmethod
-    def empty(cls, levels: int, rows: int, width: int, ids: Tensor | None, fed: Fed) -> Levels:
+    def empty(cls, levels: int, rows: int, width: int, ids: Tensor | None, fed: DraftDevice) -> TreeLevels:
         device = fed.device
 
         def whole(*sizes: int) -> Tensor:
@@ -115,10 +115,10 @@ class Levels(NamedTuple):
         return torch.cat([t.double() for t in (best.indices, tokens, best.values, *sides)], dim=1)
 
 
-class Trees:
+class DeviceTrees:
     """Levels, and how they grow: by functions that are captured once, if there is memory for graphs."""
 
-    def __init__(self, levels: Levels, advance: Callable[[], None], memory: Any):
+    def __init__(self, levels: TreeLevels, advance: Callable[[], None], memory: Any):
         self.levels, self._memory = levels, memory
         self._advance = self._replayed(advance)
         self._begin: Callable[[], Any] | None = None
@@ -128,7 +128,7 @@ class Trees:
     def _replayed(self, function: Callable[[], Any]) -> Callable[[], Any]:
         return function if self._memory is None else capture(function, self._memory)
 
-    def grow(self, logits: Tensor, left: Tensor | None, shapes: Seq[Shape]) -> list[Grown]:
+    def grow(self, logits: Tensor, left: Tensor | None, shapes: Seq[DraftShape]) -> list[DeviceTree]:
         """Trees behind roots with these laws; the host waits once, at the end."""  # [rows, vocab], [rows, hidden]
         rows, width, depth = len(shapes), self.levels.width, max(shape.depth for shape in shapes)
         count = min(max(shape.nodes for shape in shapes), depth * width**2)
@@ -145,10 +145,10 @@ class Trees:
         self._begin()
         for _ in range(depth - 1):
             self._advance()
-        return [Grown.of(row, count, depth, width) for row in self._ends[depth, count]()[:rows].tolist()]
+        return [DeviceTree.of(row, count, depth, width) for row in self._ends[depth, count]()[:rows].tolist()]
 
 
-class Grown(NamedTuple):
+class DeviceTree(NamedTuple):
     """A row's tree, as numbers."""
 
     best: list[int]  # places of the likeliest candidates, of all levels
@@ -158,14 +158,14 @@ class Grown(NamedTuple):
     words: list[list[int]]  # [levels]: their tokens
 
     @classmethod
-    def of(cls, numbers: list[float], count: int, depth: int, width: int) -> Grown:
-        """From what `Levels.numbers` says of a row."""
+    def of(cls, numbers: list[float], count: int, depth: int, width: int) -> DeviceTree:
+        """From what `TreeLevels.numbers` says of a row."""
         picked, tokens, reach = (numbers[i * count : (i + 1) * count] for i in range(3))
         rest = [[int(n) for n in numbers[at : at + width]] for at in range(3 * count, len(numbers), width)]
         return cls([int(n) for n in picked], [int(n) for n in tokens], reach, rest[:depth], rest[depth:])
 
-    def guesses(self, shape: Shape) -> list[Guess]:
-        size, place, found = shape.width**2, dict[int, int](), list[Guess]()
+    def guesses(self, shape: DraftShape) -> list[DraftToken]:
+        size, place, found = shape.width**2, dict[int, int](), list[DraftToken]()
         reached = dict(zip(self.best, self.reach, strict=True))
         order = sorted(zip(self.best, self.tokens, strict=True), key=lambda c: (-reached[c[0]], c[0]))
         for candidate, token in order[: shape.nodes]:
@@ -175,7 +175,7 @@ class Grown(NamedTuple):
                 continue
             place[candidate] = len(found)
             prob = math.exp(reached[candidate] - reached.get(above, 0.0))
-            found.append(Guess(token, prob, place.get(above, -1)))
+            found.append(DraftToken(token, prob, place.get(above, -1)))
         return found
 
     def fed_behind(self, root: int) -> Tree:

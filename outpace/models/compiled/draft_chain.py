@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Guess
+from outpace.core.lm import DraftToken
 from outpace.models.compiled import packing
 from outpace.models.compiled.capture import Replay, capture
 from outpace.models.hf.module import recording
-from outpace.models.hf.stages import Span
+from outpace.models.hf.stages import LayerSpan
 from outpace.sampling.noise import words
 from outpace.sampling.sampler import Pick
 
@@ -28,7 +28,7 @@ MOST_STEPS = 32
 LENGTH, HEAT, STEP = 1, 4, 5  # among what is given
 
 
-class Link(NamedTuple):
+class ChainStart(NamedTuple):
     """Where a row's chain goes on: the token to feed, where its row begins, how many entries it has."""
 
     token: int
@@ -38,7 +38,7 @@ class Link(NamedTuple):
     entering: Tensor | None = None  # [hidden], for a model that takes states
 
 
-class State(NamedTuple):
+class ChainState(NamedTuple):
     """What the graph reads and advances."""
 
     # [2, 6, slots], pinned: token, length, base, 1 for a live slot, temperature, step; then what each grows by
@@ -50,7 +50,7 @@ class State(NamedTuple):
     entering: Tensor | None  # [slots, hidden]: what a model that takes states feeds back to itself
 
     @classmethod
-    def empty(cls, slots: int, lm: GraphLM, span: Span | None) -> State:
+    def empty(cls, slots: int, lm: GraphLM, span: LayerSpan | None) -> ChainState:
         device, dtype, width = lm.device, lm.model.dtype, lm.quick.config.get_text_config().hidden_size
         states = torch.zeros(MOST_STEPS, slots, width, dtype=dtype, device=device) if span is not None else None
         entering = torch.zeros(slots, width, dtype=dtype, device=device) if lm.feeds else None
@@ -60,29 +60,29 @@ class State(NamedTuple):
         return cls(staged, staged.to(device), noise, out, states, entering)
 
 
-class Step(NamedTuple):
+class ChainStep(NamedTuple):
     """A captured step."""
 
-    state: State
+    state: ChainState
     advance: Replay[None]
 
 
-class Drawn(NamedTuple):
+class DraftedChain(NamedTuple):
     """A row's chain."""
 
-    guesses: list[Guess]
+    guesses: list[DraftToken]
     states: Tensor | None  # [steps, hidden], of what was fed
 
 
-class Chains:
+class DraftChains:
     """The step of a model, or of its first layers, captured once for each number of slots."""
 
-    def __init__(self, lm: GraphLM, span: Span | None = None):
+    def __init__(self, lm: GraphLM, span: LayerSpan | None = None):
         self.lm, self.span = lm, span
-        self._captured: dict[int, Step] = {}
+        self._captured: dict[int, ChainStep] = {}
         self._generation = -1
 
-    def run(self, links: Seq[Link], steps: int) -> list[Drawn]:
+    def run(self, links: Seq[ChainStart], steps: int) -> list[DraftedChain]:
         """The next `steps` tokens of each row, with their probabilities."""
         slots = next(n for n in (2, 4, 8, 16, 32, 64) if n >= len(links))
         state, advance = self._graph(slots)
@@ -93,11 +93,11 @@ class Chains:
         drawn = []
         for i in range(len(links)):
             # A step follows the guess before it, and the first one follows a guess that was made before the chain.
-            guesses = [Guess(int(t[i]), p[i], step) for step, (t, p) in enumerate(zip(tokens, probs, strict=True))]
-            drawn.append(Drawn(guesses, None if state.states is None else state.states[:steps, i].clone()))
+            guesses = [DraftToken(int(t[i]), p[i], step) for step, (t, p) in enumerate(zip(tokens, probs, strict=True))]
+            drawn.append(DraftedChain(guesses, None if state.states is None else state.states[:steps, i].clone()))
         return drawn
 
-    def _begin(self, state: State, links: Seq[Link], steps: int) -> None:
+    def _begin(self, state: ChainState, links: Seq[ChainStart], steps: int) -> None:
         """Where every row stands, in one copy; and the words of the noise, where there is any."""
         state.staged.zero_()
         rows = [[link.token, link.length, link.base, 1] for link in links]
@@ -117,16 +117,16 @@ class Chains:
                 assert state.entering is not None
                 state.entering[i].copy_(link.entering)
 
-    def _graph(self, slots: int) -> Step:
+    def _graph(self, slots: int) -> ChainStep:
         if self._generation != self.lm.cache.generation:
             self._captured.clear()
             self._generation = self.lm.cache.generation
         if slots not in self._captured:
-            state = State.empty(slots, self.lm, self.span)
-            self._captured[slots] = Step(state, capture(self._step(state), self.lm.graph_memory))
+            state = ChainState.empty(slots, self.lm, self.span)
+            self._captured[slots] = ChainStep(state, capture(self._step(state), self.lm.graph_memory))
         return self._captured[slots]
 
-    def _step(self, state: State) -> Callable[[], None]:
+    def _step(self, state: ChainState) -> Callable[[], None]:
         (token, length, base, live, heat, step), growth = state.given
         first = torch.arange(len(token), device=token.device)
         bits = torch.zeros(len(token), packing.WORDS, dtype=torch.int64, device=token.device)

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Guess, Shape
+from outpace.core.lm import DraftShape, DraftToken
 from outpace.core.tree import Tree
 from outpace.models.compiled import packing
-from outpace.models.compiled.device_tree import STATE, Fed, Levels, Trees
+from outpace.models.compiled.device_tree import STATE, DeviceTrees, DraftDevice, TreeLevels
 from outpace.models.hf.module import recording
 from outpace.models.hf.pooled_cache import SCRAP
-from outpace.models.segment import Job
+from outpace.models.segment import Segment
 
 if TYPE_CHECKING:
-    from outpace.models.compiled.cpu import FastLM
+    from outpace.models.compiled.cpu import CompiledLM
 
 SLOTS = (2, 4, 8, 16, 32, 64)  # rows of a captured program, rounded up
 
 
-class Place(NamedTuple):
+class NodePlaces(NamedTuple):
     """Where the nodes of a program go, beside what they are."""
 
     rows: Tensor  # [3, rows]: where the row begins in the pool, its entries with the root, 1 for a row that is used
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     own: Tensor  # [levels, width, words]: the bit of each node among the ancestors
 
     @classmethod
-    def empty(cls, levels: Levels) -> Place:
+    def empty(cls, levels: TreeLevels) -> NodePlaces:
         rows, width, device = levels.rows, levels.width, levels.tokens.device
         count = len(levels.listed)
         own = torch.zeros(count * width, packing.WORDS, dtype=torch.int64)
@@ -44,22 +44,22 @@ class Place(NamedTuple):
         return cls(place, bits, own.view(count, width, packing.WORDS).to(device))
 
 
-class Program(NamedTuple):
+class TreeProgram(NamedTuple):
     """How trees of so many rows and of one width grow."""
 
-    trees: Trees
-    place: Place
+    trees: DeviceTrees
+    place: NodePlaces
 
 
-class Branches:
+class DraftTrees:
     """Trees of a model with compiled passes."""
 
-    def __init__(self, lm: FastLM):
+    def __init__(self, lm: CompiledLM):
         self.lm = lm
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._programs: dict[tuple[int, int], TreeProgram] = {}
         self._generation = lm.cache.generation
 
-    def fit(self, shapes: Seq[Shape]) -> bool:
+    def fit(self, shapes: Seq[DraftShape]) -> bool:
         """Whether trees of these shapes can be grown, a row each."""
         lm, width, ids = self.lm, shapes[0].width, getattr(self.lm.model, "ids", None)
         entries = 1 + (max(shape.depth for shape in shapes) - 1) * width  # the last level is not fed
@@ -74,14 +74,16 @@ class Branches:
     def _slots(self, rows: int) -> int:
         return rows if self.lm.device.type == "cpu" else next(n for n in SLOTS if n >= rows)
 
-    def reserve(self, rows: Seq[int], shapes: Seq[Shape]) -> None:
+    def reserve(self, rows: Seq[int], shapes: Seq[DraftShape]) -> None:
         """Room for all that will be fed, before anything is; raises `CacheFull`."""
         fed = (max(shape.depth for shape in shapes) - 1) * shapes[0].width
         held = [(row, self.lm.rows[row]) for row in rows]
-        self.lm.reserve([Job(index, len(row.tokens), row.pending, Tree.chain([0] * (1 + fed))) for index, row in held])
+        self.lm.reserve(
+            [Segment(index, len(row.tokens), row.pending, Tree.chain([0] * (1 + fed))) for index, row in held]
+        )
 
     @torch.no_grad()
-    def grow(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape]) -> list[list[Guess]]:
+    def grow(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape]) -> list[list[DraftToken]]:
         """The likeliest `nodes` guesses behind each row and its token, parents first; all of one width."""
         lm, width = self.lm, shapes[0].width
         scores = lm.score([Tree([token]) for token in tokens], rows)  # with what the rows have pending
@@ -104,20 +106,22 @@ class Branches:
         left = [self.lm.rows[row].provisional for row in rows]
         return torch.stack([states[-1] for states in left if states is not None])
 
-    def _program(self, slots: int, width: int) -> Program:
+    def _program(self, slots: int, width: int) -> TreeProgram:
         if self._generation != self.lm.cache.generation:  # the pool moved: captured programs read the old one
             self._programs.clear()
             self._generation = self.lm.cache.generation
         if (slots, width) not in self._programs:
             lm = self.lm
             hidden = lm.quick.config.get_text_config().hidden_size if lm.feeds else 0
-            fed = Fed(lm.device, hidden, lm.model.dtype)
-            levels = Levels.empty(packing.LONGEST // width + 1, slots, width, getattr(lm.model, "ids", None), fed)
-            place = Place.empty(levels)
-            self._programs[slots, width] = Program(Trees(levels, self._level(levels, place), lm.graph_memory), place)
+            fed = DraftDevice(lm.device, hidden, lm.model.dtype)
+            levels = TreeLevels.empty(packing.LONGEST // width + 1, slots, width, getattr(lm.model, "ids", None), fed)
+            place = NodePlaces.empty(levels)
+            self._programs[slots, width] = TreeProgram(
+                DeviceTrees(levels, self._level(levels, place), lm.graph_memory), place
+            )
         return self._programs[slots, width]
 
-    def _level(self, levels: Levels, place: Place) -> Callable[[], None]:
+    def _level(self, levels: TreeLevels, place: NodePlaces) -> Callable[[], None]:
         rows, width, device = levels.rows, levels.width, levels.tokens.device
         base, length, live = place.rows
         ranks, first = torch.arange(width, device=device), torch.arange(rows, device=device) * width

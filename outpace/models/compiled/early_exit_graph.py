@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outpace.core.lm import Guess, Shape
+from outpace.core.lm import DraftShape, DraftToken
 from outpace.core.tree import Tree
 from outpace.models.compiled import packing
-from outpace.models.compiled.draft_chain import MOST_STEPS, Chains, Link
+from outpace.models.compiled.draft_chain import MOST_STEPS, ChainStart, DraftChains
 from outpace.models.early_exit import EarlyLM
-from outpace.models.hf.stages import Span
-from outpace.models.segment import Begun, Job
+from outpace.models.hf.stages import LayerSpan
+from outpace.models.segment import PartialPass, Segment
 from outpace.sampling.noise import words
 from outpace.sampling.sampler import Pick
 
@@ -28,9 +28,11 @@ class EarlyGraphLM(EarlyLM):
 
     def __init__(self, whole: GraphLM, layers: int):
         super().__init__(whole, layers)
-        self._chains = Chains(whole, Span(0, layers))
+        self._chains = DraftChains(whole, LayerSpan(0, layers))
 
-    def guess(self, rows: Seq[int], tokens: Seq[int], shapes: Seq[Shape], picks: Seq[Pick]) -> list[list[Guess]] | None:
+    def guess(
+        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    ) -> list[list[DraftToken]] | None:
         whole = self.whole
         if shapes[0].width > 1 or not whole.most_tokens or len(rows) > packing.MOST_JOBS:
             return None  # a tree, given up, or too many for a compiled pass
@@ -42,11 +44,11 @@ class EarlyGraphLM(EarlyLM):
         heat = torch.tensor([pick.temperature for pick in picks], device=whole.device)
         logits = torch.cat([score.logits for score in scores])
         chosen, _, probs, _ = torch.ops.outpace.choose(logits, noise.to(whole.device), heat).tolist()
-        found = [[Guess(int(token), prob)] for token, prob in zip(chosen, probs, strict=True)]
+        found = [[DraftToken(int(token), prob)] for token, prob in zip(chosen, probs, strict=True)]
         if steps == 1:
             return found
         links = [
-            Link(guesses[0].token, whole.cache.base(row), length, pick)
+            ChainStart(guesses[0].token, whole.cache.base(row), length, pick)
             for guesses, row, length, pick in zip(found, rows, lengths, picks, strict=True)
         ]
         drawn = self._chains.run(links, steps - 1)
@@ -55,9 +57,9 @@ class EarlyGraphLM(EarlyLM):
             begun = whole.rows[row].begun
             assert begun is not None and more.states is not None
             fed = Tree.chain([root, *(guess.token for guess in guesses[:-1])])  # the last guess was not fed
-            whole.rows[row].begun = Begun(fed, self.stack, torch.cat([begun.states, more.states]))
+            whole.rows[row].begun = PartialPass(fed, self.stack, torch.cat([begun.states, more.states]))
         return found
 
-    def _job(self, row: int, tree: Tree | None) -> Job:
+    def _job(self, row: int, tree: Tree | None) -> Segment:
         held = self.whole.rows[row]
-        return Job(row, len(held.tokens), held.pending, tree)
+        return Segment(row, len(held.tokens), held.pending, tree)

@@ -24,7 +24,7 @@ from torch.fx.experimental import _config as shapes
 from transformers import PreTrainedModel
 
 from outpace.models.compiled import code_cache
-from outpace.models.compiled.packing import Lane
+from outpace.models.compiled.packing import CompiledAttention
 from outpace.models.hf import bf16_copies, int8
 from outpace.models.hf.module import M, decoder_layers, twin
 from outpace.models.kernels.triton_runtime import overlaps
@@ -42,7 +42,7 @@ PRODUCTS: dict[Any, tuple[str, ...]] = {
 }
 
 
-class Kind:
+class LayerKind:
     """Layers that are one piece of code: compiled once, then called without the compiler's checks.
 
     What those checks look at does not change between passes, but for values and sizes, and sizes are symbols of the
@@ -88,7 +88,7 @@ class Kind:
         self.direct = self.graphs == 1 and isinstance(result, Tensor)
 
 
-class Around(nn.Module):
+class ModuleProxy(nn.Module):
     """Stands for a module, and has what it has: models ask a layer for its kind of attention."""
 
     def __init__(self, inner: nn.Module):
@@ -102,10 +102,10 @@ class Around(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
-class LayerCall(Around):
+class LayerCall(ModuleProxy):
     """Hands a layer its own lane. All layers bear number 0, so that they are one piece of code to the compiler."""
 
-    def __init__(self, inner: nn.Module, index: int, kind: Kind):
+    def __init__(self, inner: nn.Module, index: int, kind: LayerKind):
         super().__init__(inner)
         self.index, self.kind = index, kind
         parameters = inspect.signature(inner.forward).parameters
@@ -116,7 +116,7 @@ class LayerCall(Around):
         self._rest: Callable[[dict[str, Any]], list[Any]] | None = None
         self._bound: Callable[..., Any] | None = None  # the code that these are for
 
-    def forward(self, hidden: Tensor, *args: Any, reach: tuple[Lane, ...], **kwargs: Any) -> Any:
+    def forward(self, hidden: Tensor, *args: Any, reach: tuple[CompiledAttention, ...], **kwargs: Any) -> Any:
         kwargs["reach"] = reach[self.index]
         if not self.kind.direct or args:
             # Sizes that are equal in this call may not be so in the next. And every model compiles its own code for the
@@ -159,10 +159,10 @@ def signature(layer: nn.Module, window: int | None) -> tuple[Any, ...]:
     return window, modules, tuple((name, tuple(t.shape), t.dtype) for name, t in tensors)
 
 
-class Head(nn.Module):
+class OutputHead(nn.Module):
     """The output embeddings, through our kernels: one product is nothing to compile."""
 
-    def __init__(self, inner: nn.Linear | bf16_copies.HalfLinear | int8.Int8Linear):
+    def __init__(self, inner: nn.Linear | bf16_copies.Bf16Linear | int8.Int8Linear):
         super().__init__()
         self.inner = inner
 
@@ -174,7 +174,7 @@ class Head(nn.Module):
         return torch.ops.outpace_cpu.linears(hidden, [weight], scales, [bias])
 
 
-class Between(Around):
+class CompiledModule(ModuleProxy):
     """What stands beside the layers, the last norm and the angles of positions, compiled: it would be many kernels.
 
     What the compiler cannot do runs as it is.
@@ -194,7 +194,7 @@ def shortened(model: M) -> M:
     """A twin of a model that is not compiled, on a CPU, whose products read int8 weights through our kernels."""
     ours = twin(model)
     for parent, name, child in int8.linears(ours):
-        setattr(parent, name, Head(int8.Int8Linear(child)))
+        setattr(parent, name, OutputHead(int8.Int8Linear(child)))
     return ours
 
 
@@ -207,30 +207,30 @@ def _small(module: nn.Module) -> bool:
     return all(tensor.dim() < 2 for tensor in module.parameters())
 
 
-def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> list[Kind]:
+def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> list[LayerKind]:
     """Make the layers of this model, which must be ours, run compiled, and its head through our kernels."""
     # Compiled code outlives the process; the user's own choice of a place for it comes first.
     if os.environ.get(PLACE) in (None, default_cache_dir()):
         os.environ[PLACE] = str(cache_dir() / "inductor")
     decoder, name = decoder_layers(model)
-    stack, calls, kinds = getattr(decoder, name), list[nn.Module](), dict[Any, Kind]()
+    stack, calls, kinds = getattr(decoder, name), list[nn.Module](), dict[Any, LayerKind]()
     for i, (layer, window) in enumerate(zip(stack, windows, strict=True)):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = 0  # type: ignore[assignment]
         about = signature(layer, window)
         if about not in kinds:
-            kinds[about] = Kind(code_cache.place(layer, about) if model.device.type == "cpu" else None)
+            kinds[about] = LayerKind(code_cache.place(layer, about) if model.device.type == "cpu" else None)
         kind = kinds[about]
         layer.compile(backend=kind.backend, dynamic=True)
         calls.append(LayerCall(layer, i, kind))
     setattr(decoder, name, nn.ModuleList(calls))
     for place, child in decoder.named_children():
         if model.device.type == "cuda" and not isinstance(child, nn.ModuleList) and _small(child):
-            setattr(decoder, place, Between(child, _together([model.device])))
+            setattr(decoder, place, CompiledModule(child, _together([model.device])))
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear or isinstance(head, bf16_copies.HalfLinear | int8.Int8Linear):
-        model.set_output_embeddings(Head(head))
+    if type(head) is nn.Linear or isinstance(head, bf16_copies.Bf16Linear | int8.Int8Linear):
+        model.set_output_embeddings(OutputHead(head))
     return list(kinds.values())
 
 

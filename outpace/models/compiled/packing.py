@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from outpace.models.hf.attention import Rule
-from outpace.models.hf.pooled_cache import PoolCache
+from outpace.models.hf.attention import AttentionRule
+from outpace.models.hf.pooled_cache import PooledCache
 from outpace.models.kernels import attention, cpu, linear, sample, sample_filtered  # noqa: F401 (they define the operators)
-from outpace.models.segment import Job
+from outpace.models.segment import Segment
 
 WORDS = 2  # of 64 ancestor bits
 LONGEST = 64 * WORDS  # tokens that a request has in a compiled pass
@@ -23,7 +23,7 @@ MOST_JOBS = 64  # requests in a compiled pass
 SIGN = 1 << 63
 
 
-class Lane(NamedTuple):
+class CompiledAttention(NamedTuple):
     """One layer's side of the pool, and who sees what in it."""
 
     keys: Tensor  # [pool, kv heads, dim]
@@ -34,7 +34,7 @@ class Lane(NamedTuple):
     positions: Tensor  # [tokens]
     window: int  # 0: none
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Write the new keys and values, then attend to all at once."""  # out: [1, tokens, heads, dim]
         self.keys.index_copy_(0, self.where, key[0].transpose(0, 1))
         self.values.index_copy_(0, self.where, value[0].transpose(0, 1))
@@ -50,7 +50,7 @@ class Packing(NamedTuple):
     jobs: list[list[int]]  # [jobs][4]
 
 
-def fits(jobs: Seq[Job], windows: Seq[int | None], most: int) -> bool:
+def fits(jobs: Seq[Segment], windows: Seq[int | None], most: int) -> bool:
     """Whether a compiled pass of at most `most` tokens can run these, with no window that ends within one."""
     longest = max(job.end - job.start for job in jobs)
     return (
@@ -61,9 +61,9 @@ def fits(jobs: Seq[Job], windows: Seq[int | None], most: int) -> bool:
     )
 
 
-def parts(jobs: Seq[Job], most: int) -> list[list[Job]]:
+def parts(jobs: Seq[Segment], most: int) -> list[list[Segment]]:
     """Jobs in as few passes of at most `most` tokens as hold them, in their order; one that is larger has its own."""
-    found, tokens = [list[Job]()], 0
+    found, tokens = [list[Segment]()], 0
     for job in jobs:
         if found[-1] and (tokens + len(job.tokens) > most or len(found[-1]) == MOST_JOBS):
             found.append([])
@@ -73,7 +73,7 @@ def parts(jobs: Seq[Job], most: int) -> list[list[Job]]:
     return found
 
 
-def pack(jobs: Seq[Job], cache: PoolCache, tokens: int, slots: int) -> Packing:
+def pack(jobs: Seq[Segment], cache: PooledCache, tokens: int, slots: int) -> Packing:
     """Jobs as numbers, filled up to `tokens` and `slots`; what only fills up is written to the pool's scrap."""
     ids, positions, entries, bits = list[int](), list[int](), list[int](), list[int]()
     found: list[list[int]] = []
@@ -93,7 +93,7 @@ def pack(jobs: Seq[Job], cache: PoolCache, tokens: int, slots: int) -> Packing:
     return Packing([ids + zeros, positions + zeros, entries, *words], found)
 
 
-def _bits(job: Job) -> list[int]:
+def _bits(job: Segment) -> list[int]:
     """Of each token of the job: the entries behind the committed ones that it sees, as bits of one number."""
     fed = len(job.pending)
     bits = [(1 << (i + 1)) - 1 for i in range(fed)]

@@ -11,23 +11,23 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outpace.core.lm import Chosen
+from outpace.core.lm import Picked
 from outpace.core.tree import Tree
-from outpace.models.compiled.captured import Captured
-from outpace.models.segment import Job, Output
+from outpace.models.compiled.captured import CapturedPass
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick
 
 FOLLOW, MOST_DOUBT = 0.1, 0.3  # weight of the newest pass in an average; share of passes that may be in vain
 
 
-class Last(NamedTuple):
+class LastPass(NamedTuple):
     """The pass that was sent off last."""
 
-    captured: Captured
-    jobs: Seq[Job]
-    outputs: list[Output]
+    captured: CapturedPass
+    jobs: Seq[Segment]
+    outputs: list[SegmentOutput]
 
-    def next(self, rows: Seq[int], picks: Seq[Pick | None]) -> list[Job] | None:
+    def next(self, rows: Seq[int], picks: Seq[Pick | None]) -> list[Segment] | None:
         """The pass behind it: each row with one token, for which stands the place of its choice; None: not known."""
         places, at = dict[int, int](), 0
         for job, output in zip(self.jobs, self.outputs, strict=True):
@@ -37,39 +37,41 @@ class Last(NamedTuple):
         if any(row not in places for row in rows) or any(pick is None for pick in picks):
             return None
         held = {job.row: job.end for job in self.jobs}
-        return [Job(row, held[row], [], Tree([places[row]]), pick=pick) for row, pick in zip(rows, picks, strict=True)]
+        return [
+            Segment(row, held[row], [], Tree([places[row]]), pick=pick) for row, pick in zip(rows, picks, strict=True)
+        ]
 
 
-class Sent(NamedTuple):
+class SentAhead(NamedTuple):
     """A row's part in a pass that was sent ahead."""
 
-    job: Job
-    before: Chosen  # where the token that it fed was chosen
-    output: Output
+    job: Segment
+    before: Picked  # where the token that it fed was chosen
+    output: SegmentOutput
 
-    def answers(self, job: Job) -> bool:
+    def answers(self, job: Segment) -> bool:
         alike = job.start == self.job.start and not job.pending and job.pick == self.job.pick
         return alike and job.tree is not None and job.tree.tokens == [self.before.fed[-1]]
 
 
 @dataclass
-class Ahead:
+class RunAhead:
     """What was sent ahead, and nobody has asked for yet."""
 
     taps: tuple[int, ...] = ()
-    rows: dict[int, Sent] = field(default_factory=dict)
+    rows: dict[int, SentAhead] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, last: Last, jobs: Seq[Job], outputs: Seq[Output]) -> Ahead:
+    def of(cls, last: LastPass, jobs: Seq[Segment], outputs: Seq[SegmentOutput]) -> RunAhead:
         before = {job.row: output.chosen for job, output in zip(last.jobs, last.outputs, strict=True)}
         found = cls(last.captured.size.taps)
         for job, output in zip(jobs, outputs, strict=True):
             chosen = before[job.row]
             assert chosen is not None, "`next` was asked"
-            found.rows[job.row] = Sent(job, chosen, output)
+            found.rows[job.row] = SentAhead(job, chosen, output)
         return found
 
-    def take(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output] | None:
+    def take(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput] | None:
         """What it found for these jobs, if it was sent for them; else it was in vain."""
         sent, self.rows = self.rows, {}
         if taps != self.taps or not all(job.row in sent and sent[job.row].answers(job) for job in jobs):
@@ -82,7 +84,7 @@ class Ahead:
 
 
 @dataclass
-class Doubt:
+class RunAheadGate:
     """How often a pass leaves a choice to the host: what began ahead of that was in vain for all of its rows."""
 
     often: float = 0.0  # share of the last passes

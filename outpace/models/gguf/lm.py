@@ -2,8 +2,7 @@
 
 A row is a sequence of llama.cpp's, and so is every further branch of a tree: a node is part of the sequences of all
 branches below it. What a node says depends on the order in which what it sees lies in the cache, by its last bits; so
-cells are taken in the order of the text, and a cell that is given up before others stays taken, as part of a sequence
-that nobody reads, until the cache is full and made anew.
+cells are taken in the order of the text, and a cell that is given up before others stays taken until the cache is full.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Chosen, Memory, Reference
+from outpace.core.lm import MemoryNeed, Picked, Reference
 from outpace.core.tree import ROOT
 from outpace.errors import CacheFull, UnsupportedModel, UsageError
-from outpace.models.gguf.runtime import COMPANY, LEAST, Entry, File, Runtime
+from outpace.models.gguf.runtime import COMPANY, LEAST, BatchEntry, File, Runtime
 from outpace.models.memory import free
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import SlotLM
 
 ROWS = 64  # the first sequences are rows
@@ -62,7 +61,7 @@ class Rows:
         return function(*(one._whole if isinstance(one, cls) else one for one in given), **(named or {}))
 
 
-class Likeliest(Seq[int]):
+class LazyPicks(Seq[int]):
     """The likeliest token of each node, found when it is asked for: below a guess that was wrong nobody asks."""
 
     def __init__(self, runtime: Runtime, places: list[int]):
@@ -77,7 +76,7 @@ class Likeliest(Seq[int]):
 
 
 @dataclass
-class Held:
+class CachedSlot:
     """What a row has in the cache."""
 
     cells: list[int] = field(default_factory=list)  # of its tokens
@@ -105,7 +104,7 @@ class LlamaLM(SlotLM):
                 f"a cache of {room} bytes holds {self.most} tokens of this model, and {LEAST} are the least"
             )
         self.runtime = Runtime(file, min(CELLS, self.most))
-        self.held: list[Held] = []
+        self.held: list[CachedSlot] = []
         self.end = 0  # cells that are taken
         self._branches = list(range(ROWS, UNREAD))
 
@@ -114,8 +113,8 @@ class LlamaLM(SlotLM):
         model, together = self.file.model, self.file.together
         return f"{model.desc}, {model.size} bytes, {torch.get_num_threads()} threads, calls of {together}"
 
-    def memory(self, tokens: int) -> Memory:
-        return Memory(self.file.model.size, self.file.token_bytes, tokens, self.most * self.file.token_bytes)
+    def memory(self, tokens: int) -> MemoryNeed:
+        return MemoryNeed(self.file.model.size, self.file.token_bytes, tokens, self.most * self.file.token_bytes)
 
     def reference(self) -> Reference:
         return LlamaReference(self.file)
@@ -126,7 +125,7 @@ class LlamaLM(SlotLM):
         if len([row for row in self.rows if row.busy]) >= ROWS:
             raise UsageError(f"a GGUF model answers at most {ROWS} requests at a time")
         row = super().acquire(tokens, taps)
-        self.held += [Held() for _ in range(row + 1 - len(self.held))]
+        self.held += [CachedSlot() for _ in range(row + 1 - len(self.held))]
         return row
 
     def release(self, row: int) -> None:
@@ -134,7 +133,7 @@ class LlamaLM(SlotLM):
             self.commit(row, [])
         super().release(row)
 
-    def reserve(self, jobs: Seq[Job]) -> None:
+    def reserve(self, jobs: Seq[Segment]) -> None:
         need = sum(len(job.tokens) for job in jobs)
         if need > self.file.largest_pass and any(job.tree is not None for job in jobs):  # a prompt goes in parts
             raise CacheFull(f"{need} tokens are more than the {self.file.largest_pass} of a pass", jobs[-1].row)
@@ -154,12 +153,12 @@ class LlamaLM(SlotLM):
             size *= 2
         self._empty(min(size, self.most))
         for index, row in enumerate(self.rows):
-            self.held[index] = Held()
+            self.held[index] = CachedSlot()
             row.forget_tree()
             if index not in busy:
                 row.tokens = []
             for first in range(0, len(row.tokens), self.chunk):
-                self._decode([Job(index, first, row.tokens[first : first + self.chunk])])
+                self._decode([Segment(index, first, row.tokens[first : first + self.chunk])])
 
     def _empty(self, cells: int) -> None:
         if cells == self.runtime.cells:
@@ -168,32 +167,32 @@ class LlamaLM(SlotLM):
             self.runtime = Runtime(self.file, cells)
         self.end, self._branches = 0, list(range(ROWS, UNREAD))
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         try:
             firsts = self._decode(jobs)
         except BaseException:  # some of it may have been written: no row can be trusted
             self._empty(self.runtime.cells)
             for index, row in enumerate(self.rows):
-                row.pending, row.tokens, self.held[index] = row.tokens + row.pending, [], Held()
+                row.pending, row.tokens, self.held[index] = row.tokens + row.pending, [], CachedSlot()
                 row.forget_tree()
             raise
         return [self._output(job, first + len(job.pending)) for job, first in zip(jobs, firsts, strict=True)]
 
-    def _output(self, job: Job, first: int) -> Output:
+    def _output(self, job: Segment, first: int) -> SegmentOutput:
         if job.tree is None:
-            return Output(None, {})
+            return SegmentOutput(None, {})
         places = list(range(first, first + len(job.tree) - job.since))
         rows = Rows(self.runtime, places)
         pick = job.pick
         if pick is None or pick.temperature or pick.filters:
-            return Output(rows[:], {})
+            return SegmentOutput(rows[:], {})
         # How large the largest logit is would have to be looked up: so one that is not finite goes unnoticed here.
-        chosen = Chosen(Likeliest(self.runtime, places), [0.0] * len(places), [1.0] * len(places))
-        return Output(cast(Tensor, rows), {}, chosen)
+        chosen = Picked(LazyPicks(self.runtime, places), [0.0] * len(places), [1.0] * len(places))
+        return SegmentOutput(cast(Tensor, rows), {}, chosen)
 
-    def _decode(self, jobs: Seq[Job]) -> list[int]:
+    def _decode(self, jobs: Seq[Segment]) -> list[int]:
         """Run a pass; where in it each job begins."""
-        entries: list[Entry] = []
+        entries: list[BatchEntry] = []
         firsts = []
         for job in jobs:
             firsts.append(len(entries))
@@ -206,9 +205,9 @@ class LlamaLM(SlotLM):
         self.end += len(entries)
         return firsts
 
-    def _entries(self, job: Job) -> list[Entry]:
+    def _entries(self, job: Segment) -> list[BatchEntry]:
         held, tree = self.held[job.row], job.tree
-        entries = [Entry(token, job.start + i, [job.row]) for i, token in enumerate(job.pending)]
+        entries = [BatchEntry(token, job.start + i, [job.row]) for i, token in enumerate(job.pending)]
         if tree is None:
             return entries
         if not job.since:
@@ -221,10 +220,10 @@ class LlamaLM(SlotLM):
             held.sequences.append(sequence)
             held.ends[sequence] = node
             position = job.start + len(job.pending) + tree.depths[node]
-            entries.append(Entry(tree.tokens[node], position, [sequence], True))
+            entries.append(BatchEntry(tree.tokens[node], position, [sequence], True))
         return entries
 
-    def _branch(self, job: Job, parent: int, entries: list[Entry]) -> int:
+    def _branch(self, job: Segment, parent: int, entries: list[BatchEntry]) -> int:
         """A sequence that has been where this node is."""
         assert job.tree is not None
         if not self._branches:
@@ -294,7 +293,7 @@ class LlamaLM(SlotLM):
         return length
 
     def copy(self, source: int, target: int, length: int) -> bool:
-        self.held += [Held() for _ in range(max(source, target) + 1 - len(self.held))]
+        self.held += [CachedSlot() for _ in range(max(source, target) + 1 - len(self.held))]
         self.crop(target, 0)
         self.runtime.share(source, target, 0, length)
         self.held[target].cells = self.held[source].cells[:length]
@@ -312,7 +311,7 @@ class LlamaReference:
         for first in range(0, len(tokens), self.file.largest_pass):
             part = tokens[first : first + self.file.largest_pass]
             wanted = [first + i >= len(tokens) - count for i in range(len(part))]
-            entries = [Entry(token, first + i, [0], wanted[i]) for i, token in enumerate(part)]
+            entries = [BatchEntry(token, first + i, [0], wanted[i]) for i, token in enumerate(part)]
             runtime.decode(entries)
             found += [runtime.logits(i) for i, asked in enumerate(wanted) if asked]
         return torch.stack(found)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.models.gguf.runtime import BATCH, FEW, LEAST, Entry, File, Runtime, identity
+from outpace.models.gguf.runtime import BATCH, FEW, LEAST, BatchEntry, File, Runtime, identity
 from outpace.models.memory import free
 from outpace.storage.files import cache_dir, write_whole
 
@@ -41,21 +41,21 @@ def faster(path: Path, offload: bool | None) -> File:
     if 2 * kept.model.size > free(torch.device("cpu")):
         return kept
     if kept.paired:
-        _remember(key, Known(0, paired=True))
+        _remember(key, RepackTrial(0, paired=True))
         return kept
     other = File(path, offload, together=FEW)
     if other.paired or not _worth(kept, other):
-        _remember(key, Known(0, paired=False))
+        _remember(key, RepackTrial(0, paired=False))
         return kept
     if _alike(other):
         other.together = BATCH
-    _remember(key, Known(other.together, paired=False))
+    _remember(key, RepackTrial(other.together, paired=False))
     return other
 
 
 def _alike(file: File) -> bool:
     """Whether many tokens say the same together as in small calls: for some kinds of numbers they do."""
-    entries, said = [Entry(i + 1, i, [0], True) for i in range(MANY)], list[Tensor]()
+    entries, said = [BatchEntry(i + 1, i, [0], True) for i in range(MANY)], list[Tensor]()
     for together in (file.together, BATCH):
         runtime = Runtime(file, LEAST, together)
         runtime.decode(entries)
@@ -68,11 +68,11 @@ def _worth(kept: File, other: File) -> bool:
     runtimes = [Runtime(file, LEAST) for file in (kept, other)]
     times: list[list[float]] = [[], []]
     for runtime in runtimes:
-        runtime.decode([Entry(i + 1, i, [0]) for i in range(CONTEXT)])
+        runtime.decode([BatchEntry(i + 1, i, [0]) for i in range(CONTEXT)])
     for position in range(CONTEXT, CONTEXT + ROUNDS):
         for runtime, spent in zip(runtimes, times, strict=True):
             start = time.perf_counter()
-            runtime.decode([Entry(1, position, [0], True)])
+            runtime.decode([BatchEntry(1, position, [0], True)])
             runtime.greedy(0)  # waits
             spent.append(time.perf_counter() - start)
     before, after = (statistics.median(spent) for spent in times)
@@ -101,22 +101,22 @@ def _place(key: dict[str, str]) -> Path:
     return cache_dir() / "costs" / f"order-{digest[:16]}.json"
 
 
-class Known(NamedTuple):
+class RepackTrial(NamedTuple):
     """What was tried when a file was first loaded."""
 
     together: int  # tokens of a call on reordered weights; 0: they are not faster
     paired: bool  # whether no token may come alone
 
 
-def _remembered(key: dict[str, str]) -> Known | None:
+def _remembered(key: dict[str, str]) -> RepackTrial | None:
     try:
         found = json.loads(_place(key).read_text(encoding="utf-8"))
-        return Known(int(found["together"]), bool(found["paired"])) if found["key"] == key else None
+        return RepackTrial(int(found["together"]), bool(found["paired"])) if found["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _remember(key: dict[str, str], known: Known) -> None:
+def _remember(key: dict[str, str], known: RepackTrial) -> None:
     path = _place(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ LEAST = 256  # cells; llama.cpp has no cache that is smaller
 FLASH = 1  # as llama.cpp numbers switches of attention
 
 
-class Numbers(NamedTuple):
+class CacheNumbers(NamedTuple):
     """A kind of numbers in a cache."""
 
     kind: int  # as llama.cpp numbers them
@@ -36,10 +36,10 @@ class Numbers(NamedTuple):
     block: int  # numbers that are only kept together
 
 
-F16, Q8_0, BF16 = Numbers(1, 2.0, 1), Numbers(8, 34 / 32, 32), Numbers(30, 2.0, 1)
+F16, Q8_0, BF16 = CacheNumbers(1, 2.0, 1), CacheNumbers(8, 34 / 32, 32), CacheNumbers(30, 2.0, 1)
 
 
-class Entry(NamedTuple):
+class BatchEntry(NamedTuple):
     """A token of a pass."""
 
     token: int
@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     wanted: bool = False  # whether it has a say
 
 
-class Said(NamedTuple):
+class EntryOutput(NamedTuple):
     """What a call said behind one of its entries."""
 
     logits: Tensor  # [vocab]
@@ -103,7 +103,7 @@ class File:
 
     def _alone_is_different(self) -> bool:
         """Whether tokens say something else one by one than all at once."""
-        entries, said = [Entry(token, i, [0], True) for i, token in enumerate(PROBE)], list[Tensor]()
+        entries, said = [BatchEntry(token, i, [0], True) for i, token in enumerate(PROBE)], list[Tensor]()
         for passes in ([entries], [[entry] for entry in entries]):
             runtime = Runtime(self, LEAST)
             for one in passes:
@@ -128,7 +128,7 @@ class File:
         return int(model.n_layer * self._head * model.n_head_kv * (self.keys.size + F16.size))
 
     @property
-    def keys(self) -> Numbers:
+    def keys(self) -> CacheNumbers:
         """In bfloat16 for heads whose numbers do not come in blocks."""
         return BF16 if self._head % Q8_0.block else Q8_0
 
@@ -167,9 +167,9 @@ class Runtime:
         self._greedy.add_greedy()
         self.cells, self.passes, self._paired, self._together = cells, 0, file.paired, together or file.together
         self._first = 0  # entry of the last call
-        self._said: dict[int, Said] = {}  # by those before it
+        self._said: dict[int, EntryOutput] = {}  # by those before it
 
-    def decode(self, entries: Seq[Entry]) -> None:
+    def decode(self, entries: Seq[BatchEntry]) -> None:
         """A pass: a call, or several, where too many would say something else together."""
         self.passes += 1
         self._said, calls = {}, range(0, len(entries), self._together)
@@ -178,10 +178,12 @@ class Runtime:
             self._call(part)
             self._first = first
             if first != calls[-1]:  # the next call forgets what this one says
-                said = {first + i: Said(self._logits(i), self._likeliest(i)) for i, e in enumerate(part) if e.wanted}
+                said = {
+                    first + i: EntryOutput(self._logits(i), self._likeliest(i)) for i, e in enumerate(part) if e.wanted
+                }
                 self._said |= said
 
-    def _call(self, entries: Seq[Entry]) -> None:
+    def _call(self, entries: Seq[BatchEntry]) -> None:
         self._batch.clear()
         for entry in entries:
             self._batch.add(*entry)

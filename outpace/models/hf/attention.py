@@ -16,13 +16,13 @@ from transformers import AttentionInterface
 
 from outpace.errors import UnsupportedModel
 from outpace.models.hf.cache import SlotCache
-from outpace.models.segment import Job
+from outpace.models.segment import Segment
 
 NAME = "outpace"
 
 
 @dataclass(frozen=True)
-class Rule:
+class AttentionRule:
     """How a layer turns products of queries and keys into weights."""
 
     scaling: float
@@ -30,17 +30,17 @@ class Rule:
     sinks: Tensor | None  # [heads]
 
 
-class Attending(Protocol):
+class AttentionPlan(Protocol):
     """What a pass hands to the attention function: it writes the new keys and values, and attends."""
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor: ...
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor: ...
 
 
-class Reach:
+class EagerAttention:
     """Who attends to what in one pass; masks are made once and shared by all layers."""
 
     def __init__(
-        self, cache: SlotCache, jobs: Seq[Job], windows: Seq[int | None], device: torch.device, alone: bool = False
+        self, cache: SlotCache, jobs: Seq[Segment], windows: Seq[int | None], device: torch.device, alone: bool = False
     ):
         self.alone = alone  # each query by itself, over its own path: the same arithmetic in every pass
         self.cache = cache
@@ -65,7 +65,7 @@ class Reach:
             self._paths[index, window] = [torch.nonzero(seen).flatten().to(self.device) for seen in mask]
         return self._paths[index, window]
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Write the new keys and values, then one job after the other."""  # out: [1, tokens, heads, head dim]
         layer: int = module.layer_idx  # type: ignore[assignment]
         self.cache.write(layer, key, value, self.jobs)
@@ -91,7 +91,7 @@ class Reach:
         return torch.cat(out, dim=1).transpose(0, 1)[None]
 
 
-def _mask(job: Job, window: int | None) -> Tensor:
+def _mask(job: Segment, window: int | None) -> Tensor:
     fed, queries = len(job.pending), len(job.tokens)
     mask = torch.zeros(queries, job.end, dtype=torch.bool)
     mask[:, : job.start] = True
@@ -115,7 +115,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    reach: Attending,
+    reach: AttentionPlan,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # attention sinks, one logit per head
@@ -124,7 +124,7 @@ def attend(
     # We never hand in a mask or older keys, so the model made them: a bias, or keys of no token, that we would lose.
     if attention_mask is not None or key.shape[2] != query.shape[2]:
         raise UnsupportedModel(f"{type(module).__name__} attends to more than the tokens")
-    rule = Rule(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
+    rule = AttentionRule(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
     return reach.attend(module, query, key, value, rule), None
 
 
@@ -133,7 +133,7 @@ def _attend(
     k: Tensor,  # [kv heads, keys, dim]
     v: Tensor,
     mask: Tensor | None,  # [queries, keys]
-    rule: Rule,
+    rule: AttentionRule,
 ) -> Tensor:  # [heads, queries, dim]
     groups, queries = q.shape[0] // k.shape[0], q.shape[1]
     # Heads that share a key head become further query rows of it: no key is repeated.

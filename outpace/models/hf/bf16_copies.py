@@ -13,7 +13,7 @@ from outpace.models.hf.int8 import linears
 from outpace.models.memory import free
 
 
-class HalfLinear(nn.Module):
+class Bf16Linear(nn.Module):
     """A linear layer of float32 whose weights are bfloat16 numbers."""
 
     weight: Tensor
@@ -40,7 +40,7 @@ OPS.impl("linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.sha
 LINEAR = torch.ops.outpace_halves.linear.default
 
 
-class Halves:
+class Bf16Copies:
     """The copies of one model's weights, which all slices of it share."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Halves:
         for parent, name, child in found:
             copy = self._of(child.weight.detach())
             if copy is not None:
-                setattr(parent, name, HalfLinear(child, copy))
+                setattr(parent, name, Bf16Linear(child, copy))
 
     def stale(self, model: nn.Module) -> bool:
         """Whether any weight of this model is no longer the one that was copied."""

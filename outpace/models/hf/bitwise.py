@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from outpace.core.lm import LM
 from outpace.core.tree import Tree
 from outpace.errors import UnsupportedModel
-from outpace.models.hf.attention import Reach
+from outpace.models.hf.attention import EagerAttention
 from outpace.models.hf.lm import PROBE, PackedLM
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 
 ROWS = 16  # a plain pass costs as much as one of so many rows; a larger tree takes several passes
 
@@ -28,14 +28,14 @@ class Part(NamedTuple):
     """A piece of a job that fits into one pass, and which job it is of."""
 
     owner: int
-    job: Job
+    job: Segment
 
 
-class ExactLM(PackedLM):
+class BitwiseLM(PackedLM):
     """A packed model whose results do not depend on what else is in a pass."""
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
-        outputs: list[list[Output]] = [[] for _ in jobs]
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        outputs: list[list[SegmentOutput]] = [[] for _ in jobs]
         for parts in _passes(jobs):
             for part, output in zip(parts, super().forward([part.job for part in parts], taps), strict=True):
                 outputs[part.owner].append(output)
@@ -44,21 +44,21 @@ class ExactLM(PackedLM):
     def early(self, layers: int) -> LM | None:
         return None  # parts of a pass would have to have one shape too
 
-    def _inputs(self, jobs: Seq[Job]) -> Tensor:  # [2, ROWS]: token ids and positions
+    def _inputs(self, jobs: Seq[Segment]) -> Tensor:  # [2, ROWS]: token ids and positions
         given = super()._inputs(jobs)
         return torch.nn.functional.pad(given, (0, ROWS - given.shape[1]))
 
-    def _reach(self, jobs: Seq[Job]) -> Reach:
-        return Reach(self.cache, jobs, self.windows, self.device, alone=True)
+    def _reach(self, jobs: Seq[Segment]) -> EagerAttention:
+        return EagerAttention(self.cache, jobs, self.windows, self.device, alone=True)
 
-    def _pass(self, jobs: Seq[Job], nodes: list[int]) -> Tensor:  # [nodes, vocab]
+    def _pass(self, jobs: Seq[Segment], nodes: list[int]) -> Tensor:  # [nodes, vocab]
         return super()._pass(jobs, list(range(ROWS)))[nodes]  # the head is a matrix product too
 
     @classmethod
     def fitting(cls, model: PreTrainedModel, cache_limit: int | None = None) -> PackedLM | None:
         """The adapter, if the model can be packed; `UnsupportedModel` if its rows depend on each other even so."""
         lm = super().fitting(model, cache_limit)
-        if isinstance(lm, ExactLM) and not lm._same_bits():
+        if isinstance(lm, BitwiseLM) and not lm._same_bits():
             kind = f"{type(model).__name__} in {model.dtype} on {lm.device}"
             raise UnsupportedModel(f"exact=True cannot be kept: {kind} rounds a row by what else is in the pass")
         return lm
@@ -83,7 +83,7 @@ class ExactLM(PackedLM):
         return torch.equal(at_once, torch.cat(one_by_one))
 
 
-def _passes(jobs: Seq[Job]) -> Iterator[list[Part]]:
+def _passes(jobs: Seq[Segment]) -> Iterator[list[Part]]:
     """All jobs in order, cut into pieces so that each pass has at most `ROWS` tokens."""
     parts, room = list[Part](), ROWS
     for index, job in enumerate(jobs):
@@ -99,20 +99,20 @@ def _passes(jobs: Seq[Job]) -> Iterator[list[Part]]:
         yield parts
 
 
-def _cut(job: Job, start: int, end: int) -> Job:
+def _cut(job: Segment, start: int, end: int) -> Segment:
     """The part of a job between two of its tokens."""
     fed = len(job.pending)
     pending = job.pending[start:end]
     if job.tree is None or end <= fed:
-        return Job(job.row, job.start + start, pending)
+        return Segment(job.row, job.start + start, pending)
     nodes = job.since + end - fed  # a tree up to here is a tree: parents come first
     tree = Tree(job.tree.tokens[:nodes], job.tree.parents[:nodes])
-    return Job(job.row, job.start + min(start, fed), pending, tree, job.since + max(0, start - fed))
+    return Segment(job.row, job.start + min(start, fed), pending, tree, job.since + max(0, start - fed))
 
 
-def _joined(pieces: list[Output]) -> Output:
+def _joined(pieces: list[SegmentOutput]) -> SegmentOutput:
     logits = [piece.logits for piece in pieces if piece.logits is not None]
     taps = pieces[0].hidden
-    return Output(
+    return SegmentOutput(
         torch.cat(logits) if logits else None, {tap: torch.cat([piece.hidden[tap] for piece in pieces]) for tap in taps}
     )

@@ -14,7 +14,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from outpace.errors import CacheFull
-from outpace.models.segment import Job
+from outpace.models.segment import Segment
 
 FIRST_CAPACITY = 256  # tokens
 
@@ -40,7 +40,7 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
-    def write(self, layer: int, key: Tensor, value: Tensor, jobs: Seq[Job]) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor, jobs: Seq[Segment]) -> None:
         """Put the new keys and values of every job behind what its row holds."""  # [1, kv heads, tokens, head dim]
         at = 0
         for job in jobs:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outpace.core.lm import LM, Memory, Reference
+from outpace.core.lm import LM, MemoryNeed, Reference
 from outpace.core.tree import Tree
 from outpace.errors import CacheFull, UnsupportedModel
 from outpace.models.early_exit import EarlyLM
@@ -25,23 +25,23 @@ from outpace.models.hf.module import (
     apart,
     context_length,
     decoder_layers,
-    ends_of_model,
+    embeddings_of,
     recording,
     twin,
     view,
     windows,
 )
 from outpace.models.hf.reference import ModelReference
-from outpace.models.hf.stages import Ran, Span, Stage, resume
+from outpace.models.hf.stages import LayerSpan, Stage, StageOutputs, resume
 from outpace.models.memory import free, weights
-from outpace.models.segment import Job, Output, joined
+from outpace.models.segment import Segment, SegmentOutput, joined
 from outpace.models.slots import SlotLM
 
 logger = logging.getLogger(__name__)
 PROBE = 8  # tokens of each text on which an adapter is tried
 
 
-def places(jobs: Seq[Job]) -> list[int]:
+def places(jobs: Seq[Segment]) -> list[int]:
     """Where the nodes of all trees stand among the tokens of a packed pass."""
     nodes, at = list[int](), 0
     for job in jobs:
@@ -66,9 +66,9 @@ class PackedLM(SlotLM):
         self.vocab: int = text.vocab_size
         self.context: int = context_length(model.config)
         self.cache = SlotCache(len(self.layers), cache_limit)
-        self.stack, self.ends = len(self.layers), ends_of_model(model)
+        self.stack, self.ends = len(self.layers), embeddings_of(model)
         self.slices: dict[tuple[int, ...], PackedLM] = {}
-        self._stages: dict[tuple[int, Span], Stage] = {}
+        self._stages: dict[tuple[int, LayerSpan], Stage] = {}
 
     @classmethod
     def fitting(cls, model: PreTrainedModel, cache_limit: int | None = None) -> PackedLM | None:
@@ -147,13 +147,13 @@ class PackedLM(SlotLM):
         """Bytes of all weights, those of layers outside a slice too."""
         return weights(self.model)
 
-    def memory(self, tokens: int) -> Memory:
-        return Memory(self.weights, self.cache.token_bytes, tokens, self.cache.nbytes + free(self.device))
+    def memory(self, tokens: int) -> MemoryNeed:
+        return MemoryNeed(self.weights, self.cache.token_bytes, tokens, self.cache.nbytes + free(self.device))
 
     def reference(self) -> Reference:
         return ModelReference(view(self.model, self.layers))
 
-    def reserve(self, jobs: Seq[Job]) -> None:
+    def reserve(self, jobs: Seq[Segment]) -> None:
         for job in jobs:
             try:
                 self.cache.reserve(job.row, job.end)
@@ -184,19 +184,19 @@ class PackedLM(SlotLM):
     def early(self, layers: int) -> LM | None:
         return EarlyLM(self, layers)
 
-    def begin(self, jobs: Seq[Job], layers: int) -> list[Output]:
-        ran = self.part(Span(0, layers), jobs, None, places(jobs))
+    def begin(self, jobs: Seq[Segment], layers: int) -> list[SegmentOutput]:
+        ran = self.part(LayerSpan(0, layers), jobs, None, places(jobs))
         assert ran.logits is not None
         return self.split(jobs, ran.logits, {layers: ran.states})
 
-    def resume(self, jobs: Seq[Job]) -> list[Output]:
+    def resume(self, jobs: Seq[Segment]) -> list[SegmentOutput]:
         """A pass in which some tokens go on from where a draft has brought them."""
         for job in jobs:
             if (done := job.resumed) is not None:
                 self.cache.move(job.row, job.start + len(job.pending), done.nodes, done.layers)
         return self.split(jobs, resume(self, jobs, places(jobs)), {})
 
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         if any(job.resumed is not None for job in jobs):
             return self.resume(jobs)
         nodes = places(jobs)
@@ -204,18 +204,18 @@ class PackedLM(SlotLM):
             logits = self._pass(jobs, nodes or [sum(len(job.tokens) for job in jobs) - 1])
         return self.split(jobs, logits, recorded)
 
-    def split(self, jobs: Seq[Job], logits: Tensor, recorded: dict[int, Tensor]) -> list[Output]:
+    def split(self, jobs: Seq[Segment], logits: Tensor, recorded: dict[int, Tensor]) -> list[SegmentOutput]:
         """What the pass gave for each job; `logits` are of the nodes of all of them."""
         outputs, at, node = [], 0, 0
         for job in jobs:
             count, fed = len(job.tokens), len(job.pending)
             rows = logits[node : node + count - fed] if job.tree is not None else None
-            outputs.append(Output(rows, {tap: states[at : at + count] for tap, states in recorded.items()}))
+            outputs.append(SegmentOutput(rows, {tap: states[at : at + count] for tap, states in recorded.items()}))
             at, node = at + count, node + count - fed
         return outputs
 
     @torch.no_grad()
-    def _pass(self, jobs: Seq[Job], nodes: list[int]) -> Tensor:  # [nodes, vocab]
+    def _pass(self, jobs: Seq[Segment], nodes: list[int]) -> Tensor:  # [nodes, vocab]
         ids, given = self._given(jobs)
         wanted = torch.tensor(nodes, device=self.device)
         out = self.view(input_ids=ids[None], **given, logits_to_keep=wanted)
@@ -223,7 +223,7 @@ class PackedLM(SlotLM):
             raise UnsupportedModel(f"{calls} of {self.stack} layers attend through our function")
         return out.logits[0]
 
-    def _given(self, jobs: Seq[Job]) -> tuple[Tensor, dict[str, Any]]:
+    def _given(self, jobs: Seq[Segment]) -> tuple[Tensor, dict[str, Any]]:
         """The tokens of a pass, and all else that the model is given with them."""
         ids, positions = self._inputs(jobs).to(self.device)
         reach, beside = self._reach(jobs), joined(jobs, len(ids))
@@ -231,20 +231,22 @@ class PackedLM(SlotLM):
         return ids, given | beside
 
     @torch.no_grad()
-    def part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran:
+    def part(
+        self, span: LayerSpan, jobs: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
+    ) -> StageOutputs:
         """A pass of some of the layers, on `entering` if they are not the first."""  # [tokens, hidden], nodes
         ids, given = self._given(jobs)
         wanted = None if nodes is None else torch.tensor(nodes, device=self.device)
         return self.stage(self.view, span).run(ids, entering, wanted, **given)
 
-    def stage(self, model: PreTrainedModel, span: Span) -> Stage:
+    def stage(self, model: PreTrainedModel, span: LayerSpan) -> Stage:
         key = id(model), span
         if key not in self._stages:
             self._stages[key] = Stage(model, span)
         return self._stages[key]
 
-    def _inputs(self, jobs: Seq[Job]) -> Tensor:  # [2, tokens of all jobs]: ids and positions
+    def _inputs(self, jobs: Seq[Segment]) -> Tensor:  # [2, tokens of all jobs]: ids and positions
         return torch.tensor([[t for job in jobs for t in job.tokens], [p for job in jobs for p in job.positions]])
 
-    def _reach(self, jobs: Seq[Job]) -> attention.Reach:
-        return attention.Reach(self.cache, jobs, self.windows, self.device)
+    def _reach(self, jobs: Seq[Segment]) -> attention.EagerAttention:
+        return attention.EagerAttention(self.cache, jobs, self.windows, self.device)

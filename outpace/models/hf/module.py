@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from outpace.core.lm import Ends
+from outpace.core.lm import Embeddings
 from outpace.errors import UnsupportedModel, UsageError
 
 M = TypeVar("M", bound=nn.Module)
@@ -120,7 +120,7 @@ def windows(config: PreTrainedConfig) -> list[int | None] | None:
     return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
 
 
-def ends_of_model(model: PreTrainedModel) -> Ends | None:
+def embeddings_of(model: PreTrainedModel) -> Embeddings | None:
     """The matrices of a model; None for a model whose ends are no plain matrices of one width."""
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     given = [getattr(module, "weight", None) for module in (embed, head)]
@@ -129,7 +129,7 @@ def ends_of_model(model: PreTrainedModel) -> Ends | None:
         given[1] = given[0]  # a quantised head is a copy of them
     if any(not isinstance(w, Tensor) or not w.is_floating_point() or w.dim() != 2 for w in given):
         return None
-    ends = Ends(given[0].detach(), given[1].detach(), config)  # type: ignore[union-attr]
+    ends = Embeddings(given[0].detach(), given[1].detach(), config)  # type: ignore[union-attr]
     return ends if ends.unembed.shape == ends.embed.shape else None
 
 

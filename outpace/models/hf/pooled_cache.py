@@ -18,7 +18,7 @@ SCRAP = 64  # entries at the front where the tokens that only fill up a pass are
 GRAIN = 64  # regions are multiples of this
 
 
-class Shape(NamedTuple):
+class CacheShape(NamedTuple):
     """What one token takes in the cache."""
 
     layers: int
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
         return 2 * self.layers * self.heads * self.dim * self.dtype.itemsize
 
 
-class Region(NamedTuple):
+class CacheRegion(NamedTuple):
     """Where a row lives in the pool."""
 
     base: int
@@ -42,15 +42,15 @@ class Region(NamedTuple):
         return self.base + self.size
 
 
-class PoolCache(SlotCache):
+class PooledCache(SlotCache):
     """One tensor `[layers, 2, entries, kv heads, head dim]`; rows are regions of it."""
 
-    def __init__(self, shape: Shape, device: torch.device, limit: int | None = None):
+    def __init__(self, shape: CacheShape, device: torch.device, limit: int | None = None):
         super().__init__(shape.layers, limit)
         self.shape = shape
         self.device = device
         self.token_bytes = shape.nbytes
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, CacheRegion] = {}
         self.generation = 0  # changes when the pool is another tensor
         self.pool = self._empty(SCRAP + FIRST_CAPACITY)
         self.sides = self._sides()
@@ -90,7 +90,7 @@ class PoolCache(SlotCache):
         if base is None:
             self._rebuild(row, wanted, SCRAP + others + wanted)
         else:
-            self._settle(row, Region(base, wanted))
+            self._settle(row, CacheRegion(base, wanted))
 
     def _full(self, row: int, length: int, most: int) -> CacheFull:
         assert self.limit is not None
@@ -109,7 +109,7 @@ class PoolCache(SlotCache):
             at = region.end
         return at if self.size - at >= size else None
 
-    def _settle(self, row: int, region: Region) -> None:
+    def _settle(self, row: int, region: CacheRegion) -> None:
         """Move a row into this region, which no other row has."""
         old = self.regions.get(row)
         if old is not None and old.base != region.base:
@@ -130,7 +130,7 @@ class PoolCache(SlotCache):
             raise CacheFull(f"no memory for a cache of {size} tokens ({megabytes:.1f} MiB)", row) from None
         base = self._gap(wanted, row)
         assert base is not None, "a pool without gaps has the room"
-        self._settle(row, Region(base, wanted))
+        self._settle(row, CacheRegion(base, wanted))
 
     def _resize(self, size: int) -> None:
         old, self.pool = self.pool, self._empty(size)
@@ -139,7 +139,7 @@ class PoolCache(SlotCache):
         at = SCRAP
         for row, region in sorted(self.regions.items(), key=lambda item: item[1]):
             self.pool[:, :, at : at + region.size] = old[:, :, region.base : region.end]
-            self.regions[row] = Region(at, region.size)
+            self.regions[row] = CacheRegion(at, region.size)
             at += region.size
             self._show(row)
 

@@ -20,15 +20,15 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from outpace.core.lm import LM, Reference
 from outpace.core.tree import ROOT
 from outpace.errors import UnsupportedModel, UsageError
-from outpace.models.hf.module import apart, context_length, decoder_layers, ends_of_model, recording, twin
+from outpace.models.hf.module import apart, context_length, decoder_layers, embeddings_of, recording, twin
 from outpace.models.hf.reference import ModelReference
-from outpace.models.segment import Job, Output
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import RIDE, SlotLM
 
 PROBE = 16  # tokens of context in the trial of a model
 
 
-class Passed(nn.Module):
+class SkippedLayer(nn.Module):
     """A layer that is left out."""
 
     def __init__(self, layer: nn.Module, pair: bool):
@@ -46,21 +46,21 @@ class Passed(nn.Module):
 
 
 @dataclass
-class Saved:
+class SavedState:
     """A row's state before nodes that may be rejected, and how many tokens that state has seen."""
 
     cache: Cache
     length: int
 
 
-class NativeLM(SlotLM):
+class SnapshotLM(SlotLM):
     """Any Transformers causal LM with a cache, one row at a time."""
 
     trees = False
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
-        self.model, self.ends = model, ends_of_model(model)
+        self.model, self.ends = model, embeddings_of(model)
         self.twin = twin(model)
         with suppress(UnsupportedModel):  # it may have no list of layers
             self.stack = len(getattr(*decoder_layers(self.twin)))
@@ -70,7 +70,7 @@ class NativeLM(SlotLM):
         self.cache_argument = "cache_params" if "cache_params" in accepted else "past_key_values"
         self.selects = "logits_to_keep" in accepted
         self.caches: dict[int, Cache] = {}
-        self.saved: dict[int, Saved] = {}
+        self.saved: dict[int, SavedState] = {}
         self.resumes = self._probe()
         if not self.resumes:
             self.chunk = self.context  # what follows the first chunk of a prompt would run one by one
@@ -108,9 +108,11 @@ class NativeLM(SlotLM):
             part = twin(self.model)
             decoder, name = decoder_layers(part)
             stack = getattr(decoder, name)
-            setattr(decoder, name, nn.ModuleList(x if i in layers else Passed(x, pair) for i, x in enumerate(stack)))
+            setattr(
+                decoder, name, nn.ModuleList(x if i in layers else SkippedLayer(x, pair) for i, x in enumerate(stack))
+            )
             try:
-                sliced = NativeLM(part)
+                sliced = SnapshotLM(part)
                 sliced.worker = self.worker
                 return sliced
             except UnsupportedModel as error:
@@ -133,11 +135,11 @@ class NativeLM(SlotLM):
     def reference(self) -> Reference:
         return ModelReference(self.twin)
 
-    def reserve(self, jobs: Seq[Job]) -> None:
+    def reserve(self, jobs: Seq[Segment]) -> None:
         """These caches grow by themselves."""
 
     @torch.no_grad()
-    def forward(self, jobs: Seq[Job], taps: tuple[int, ...]) -> list[Output]:
+    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         try:
             return [self._forward(job, taps) for job in jobs]
         except BaseException:
@@ -149,13 +151,13 @@ class NativeLM(SlotLM):
                 self._truncate(job.row, row, self.crop(job.row, 0))
             raise
 
-    def _forward(self, job: Job, taps: tuple[int, ...]) -> Output:
+    def _forward(self, job: Segment, taps: tuple[int, ...]) -> SegmentOutput:
         if job.row not in self.caches:
             self.caches[job.row] = self._fresh()
         cache = self.caches[job.row]
         # A root alone is always kept, so plain decoding saves nothing, and neither does the root of a draft.
         if job.tree is not None and len(job.tree) > 1 and job.row not in self.saved:
-            self.saved[job.row] = Saved(_snapshot(cache), job.start + job.since)
+            self.saved[job.row] = SavedState(_snapshot(cache), job.start + job.since)
         tokens, nodes = job.tokens, len(job.tokens) - len(job.pending)
         step = len(tokens) if self.resumes or job.start == 0 else 1
         logits, states = [], []
@@ -164,7 +166,7 @@ class NativeLM(SlotLM):
                 logits.append(self._feed(cache, tokens[at : at + step], min(step, max(nodes, 1))))
             states.append(recorded)
         hidden = {tap: torch.cat([recorded[tap] for recorded in states]) for tap in taps}
-        return Output(torch.cat(logits)[-nodes:] if job.tree is not None else None, hidden)
+        return SegmentOutput(torch.cat(logits)[-nodes:] if job.tree is not None else None, hidden)
 
     def release(self, row: int) -> None:
         if self.rows[row].tree is not None:  # its nodes are in the state, and only the root is sure to be of the text
@@ -175,7 +177,7 @@ class NativeLM(SlotLM):
         self._cut_back(index, path)
         row = self.rows[index]
         while len(row.pending) > RIDE:
-            self._run([Job(index, len(row.tokens), row.pending[: self.chunk])])
+            self._run([Segment(index, len(row.tokens), row.pending[: self.chunk])])
 
     def _cut_back(self, index: int, path: list[int]) -> None:
         """Keep these nodes: in the state if they are all that it has seen, else as tokens that the next pass feeds."""

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outpace.models.hf.module import decoder_layers, trim
-from outpace.models.segment import Job
+from outpace.models.segment import Segment
 
 
-class Span(NamedTuple):
+class LayerSpan(NamedTuple):
     """Layers from `first` up to, and without, `last`."""
 
     first: int
     last: int
 
 
-class Ran(NamedTuple):
+class StageOutputs(NamedTuple):
     """What a stage gives."""
 
     states: Tensor  # [tokens, hidden]: what leaves its last layer
@@ -37,7 +37,7 @@ class Ran(NamedTuple):
 class Stage:
     """A span of the layers of a model, which must be ours; the head and the norm before it follow every span."""
 
-    def __init__(self, model: PreTrainedModel, span: Span):
+    def __init__(self, model: PreTrainedModel, span: LayerSpan):
         decoder, name = decoder_layers(model)
         path = next(path for path, module in model.named_modules() if module is decoder).split(".")
         self.model = parent = _shallow(model)
@@ -52,7 +52,7 @@ class Stage:
         self.decoder.config._attn_implementation = kept._attn_implementation  # type: ignore[union-attr]
         trim(self.decoder.config, range(span.first, span.last))  # type: ignore[arg-type]
 
-    def run(self, ids: Tensor, entering: Tensor | None, nodes: Tensor | None, **given: Any) -> Ran:
+    def run(self, ids: Tensor, entering: Tensor | None, nodes: Tensor | None, **given: Any) -> StageOutputs:
         """A pass; `nodes`, whose logits are wanted, may be None for none."""  # [tokens], [tokens, hidden], [nodes]
         if entering is None:
             given["input_ids"] = ids[None]
@@ -61,9 +61,9 @@ class Stage:
         with _between(self.layers, entering) as left:
             if nodes is None:
                 self.decoder(**given)
-                return Ran(left[0], None)
+                return StageOutputs(left[0], None)
             logits = self.model(**given, logits_to_keep=nodes).logits[0]
-            return Ran(left[0], logits)
+            return StageOutputs(left[0], logits)
 
 
 def _shallow(module: nn.Module) -> Any:
@@ -97,21 +97,23 @@ def _between(layers: nn.ModuleList, entering: Tensor | None) -> Iterator[list[Te
             handle.remove()
 
 
-class Staged(Protocol):
+class LayerSpanRunner(Protocol):
     """A model that can run some of its layers."""
 
     stack: int
 
-    def part(self, span: Span, jobs: Seq[Job], entering: Tensor | None, nodes: list[int] | None) -> Ran: ...
+    def part(
+        self, span: LayerSpan, jobs: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
+    ) -> StageOutputs: ...
 
 
-def resume(lm: Staged, jobs: Seq[Job], nodes: list[int]) -> Tensor:  # [nodes, vocab]
+def resume(lm: LayerSpanRunner, jobs: Seq[Segment], nodes: list[int]) -> Tensor:  # [nodes, vocab]
     """A pass in which tokens enter at different layers: each stage runs those that are there by then."""
     states: dict[int, Tensor] = {}  # of each job: of those of its tokens that run
     logits = None
     cuts = {0, lm.stack, *(job.resumed.layers for job in jobs if job.resumed is not None)}
-    for span in map(Span._make, pairwise(sorted(cuts))):
-        parts: dict[int, Job] = {}
+    for span in map(LayerSpan._make, pairwise(sorted(cuts))):
+        parts: dict[int, Segment] = {}
         for i, job in enumerate(jobs):
             done = job.resumed
             if done is not None and done.layers == span.first:

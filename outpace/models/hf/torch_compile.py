@@ -17,15 +17,15 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 
-def quick(function: Callable[Given, Made], device: torch.device) -> Callable[Given, Made]:
+def compile_function(function: Callable[Given, Made], device: torch.device) -> Callable[Given, Made]:
     """This function, compiled where there is a GPU."""
     return torch.compile(function, dynamic=True) if _worth(device) else function
 
 
-def quicken(modules: Iterable[nn.Module], device: torch.device) -> None:
+def compile_modules(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Modules that are alike become one piece of code; what listens to them is called as before."""
     for module in modules if _worth(device) else ():
-        module.forward = quick(module.forward, device)  # type: ignore[method-assign]
+        module.forward = compile_function(module.forward, device)  # type: ignore[method-assign]
 
 
 def _worth(device: torch.device) -> bool:

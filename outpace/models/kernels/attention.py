@@ -19,7 +19,7 @@ from outpace.models.kernels.triton_runtime import DTYPES, begin, constexpr, coun
 PART = 96  # rows of a part that takes about as long to join as a chunk to read (H200, 256 to 8,192 entries)
 
 
-class Seen(NamedTuple):
+class PassVisibility(NamedTuple):
     """Who sees what in one pass, on the device: nothing here is read by the host."""
 
     jobs: Tensor  # int64 [jobs, 4]: first token, number of tokens, first entry, committed entries
@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     positions: Tensor  # int64 [tokens]: in the text
 
 
-class Rule(NamedTuple):
+class KernelRule(NamedTuple):
     """How products of queries and keys become weights."""
 
     scale: float
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Config:
+class AttentionTiles:
     """How the work is cut: rows and entries of a tile, and programs that share the entries of a job."""
 
     block_m: int
@@ -47,7 +47,7 @@ class Config:
     stages: int = 3
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, rule: Rule) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, seen: PassVisibility, rule: KernelRule) -> Tensor:
     """Each token's mixture of the values it sees; zeros for tokens of no job."""
     # [tokens, heads, dim], [pool, kv heads, dim] twice -> [tokens, heads, dim]
     options = [rule.scale, float(rule.window), rule.softcap]
@@ -63,7 +63,7 @@ def _attend(
     q: Tensor, keys: Tensor, values: Tensor, seen: list[Tensor], sinks: Tensor | None, options: list[float]
 ) -> Tensor:
     scale, window, softcap = options
-    return launch(q, keys, values, Seen(*seen), Rule(scale, int(window), softcap, sinks))
+    return launch(q, keys, values, PassVisibility(*seen), KernelRule(scale, int(window), softcap, sinks))
 
 
 @_attend.register_fake
@@ -73,7 +73,7 @@ def _(
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def plan(q: Tensor, keys: Tensor, jobs: int) -> Config:
+def plan(q: Tensor, keys: Tensor, jobs: int) -> AttentionTiles:
     """The cut for such shapes: programs for all multiprocessors, if there are as many chunks of entries."""
     (tokens, heads, dim), (pool, kv_heads, _), gpu = q.shape, keys.shape, machine(q.device)
     live = -(-3 * min(jobs, tokens) // 4) if jobs > 2 else 1  # jobs are rounded up, so some are empty
@@ -90,10 +90,17 @@ def plan(q: Tensor, keys: Tensor, jobs: int) -> Config:
     useful = math.ceil(math.sqrt(pool / block_n * PART / block_m))
     splits = min(64, programs // (live * -(-rows // block_m) * kv_heads), useful)
     need = (4 if block_m < 64 else 6) * block_n * width + block_m * width + 2**13  # of fast memory, in three stages
-    return Config(block_m, block_n, max(1, splits), warps, 3 if need <= gpu.shared else 2)
+    return AttentionTiles(block_m, block_n, max(1, splits), warps, 3 if need <= gpu.shared else 2)
 
 
-def launch(q: Tensor, keys: Tensor, values: Tensor, seen: Seen, rule: Rule, config: Config | None = None) -> Tensor:
+def launch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: PassVisibility,
+    rule: KernelRule,
+    config: AttentionTiles | None = None,
+) -> Tensor:
     """The kernel, with a cut of the caller's choice."""
     (tokens, heads, dim), kv_heads, jobs = q.shape, keys.shape[1], seen.jobs.shape[0]
     if q.dtype not in DTYPES or keys.dtype != q.dtype or values.dtype != q.dtype or keys.shape != values.shape:

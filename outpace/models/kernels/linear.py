@@ -35,7 +35,7 @@ LOWEST = 0x4B000080
 
 
 @dataclass(frozen=True)
-class Config:
+class LinearTiles:
     """Matrix rows and columns of a tile, programs along the columns, warps, and tiles on their way at a time."""
 
     block_n: int
@@ -52,7 +52,7 @@ class Bytes(NamedTuple):
     row: int = 2
 
 
-class Matrices(NamedTuple):
+class SharedInputMatrices(NamedTuple):
     """Those that take the same rows; scales for all of them, if they are int8, or for none."""
 
     weights: list[Tensor]  # [n, k] each
@@ -71,7 +71,7 @@ def linears(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list
     schema="(Tensor x, Tensor[] weights, Tensor[] scales, Tensor?[] biases) -> Tensor[]",
 )
 def _linears(x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
-    given = Matrices(weights, scales, biases)
+    given = SharedInputMatrices(weights, scales, biases)
     if x.shape[0] <= MOST_ROWS:
         return launch(x, given)
     if scales:  # to widen them in memory would take longer than to read them several times
@@ -90,7 +90,7 @@ def bucket(t: int) -> int:
     return max(16, power(t))
 
 
-def choose(n: int, k: int, t: int, size: Bytes = Bytes(), gpu: Machine = H200) -> Config:  # noqa: B008
+def choose(n: int, k: int, t: int, size: Bytes = Bytes(), gpu: Machine = H200) -> LinearTiles:  # noqa: B008
     """The tiles for `n` lines of matrices in all."""
     rows = bucket(t)
     few = rows < 64  # then several programs share a multiprocessor; else the rows themselves fill its memory
@@ -107,10 +107,10 @@ def choose(n: int, k: int, t: int, size: Bytes = Bytes(), gpu: Machine = H200) -
     # Programs that find no place at once, and places without a program, are time in which nothing is read.
     together, split_k = max(cuts, key=lambda cut: min(1.0, tiles * cut[1] / (cut[0] * gpu.processors)))
     room = gpu.shared // together // ((block_n + rows) * 256)
-    return Config(block_n, block_k, split_k, 4 if few else 8, max(2, min(5, room)))
+    return LinearTiles(block_n, block_k, split_k, 4 if few else 8, max(2, min(5, room)))
 
 
-def _short(n: int, k: int, rows: int, size: Bytes, gpu: Machine) -> Config:
+def _short(n: int, k: int, rows: int, size: Bytes, gpu: Machine) -> LinearTiles:
     """For int8: small tiles and many programs, some of which read while others widen."""
     few = rows < 64
     block_n = 32 if few else 64 if gpu.shared < 2**17 or n <= 64 * gpu.processors else 128
@@ -120,10 +120,10 @@ def _short(n: int, k: int, rows: int, size: Bytes, gpu: Machine) -> Config:
     wanted, together = (6, 3) if few else (2, 2)  # programs for a multiprocessor, and how many find a place at once
     split_k = max(1, min(8, k // (4 * block_k), wanted * gpu.processors // tiles))
     room = gpu.shared // together // ((block_n + rows * size.row) * block_k)
-    return Config(block_n, block_k, split_k, 4 if block_n <= 64 else 8, max(2, min(6, room)))
+    return LinearTiles(block_n, block_k, split_k, 4 if block_n <= 64 else 8, max(2, min(6, room)))
 
 
-def launch(x: Tensor, given: Matrices, config: Config | None = None) -> list[Tensor]:
+def launch(x: Tensor, given: SharedInputMatrices, config: LinearTiles | None = None) -> list[Tensor]:
     """The kernel, with tiles of the caller's choice."""
     (rows, k), sizes = x.shape, [w.shape[0] for w in given.weights]
     _check(x, given)
@@ -147,7 +147,7 @@ def launch(x: Tensor, given: Matrices, config: Config | None = None) -> list[Ten
     return outs
 
 
-def _check(x: Tensor, given: Matrices) -> None:
+def _check(x: Tensor, given: SharedInputMatrices) -> None:
     weights, scales, biases = given
     if not 1 <= len(weights) <= MOST_MATRICES or len(biases) != len(weights) or x.shape[0] > MOST_ROWS:
         raise ValueError(f"takes {MOST_ROWS} rows and {MOST_MATRICES} matrices at most, and a bias or None for each")

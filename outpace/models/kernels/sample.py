@@ -36,14 +36,14 @@ def _(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
     return logits.new_empty(4, logits.shape[0], dtype=torch.float64)
 
 
-class Made(NamedTuple):
+class KernelChoices(NamedTuple):
     """Choices, and what was found on the way."""
 
     chosen: Tensor  # float64 [4, rows]
     facts: Tensor  # [4, rows, chunks]: largest logit; after the temperature: largest, mass, and that of the winner
 
 
-def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = BLOCK) -> Made:
+def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = BLOCK) -> KernelChoices:
     """Both kernels, in chunks of `block` logits. Everything is read where it lies, or there would be more of them."""
     (rows, vocab), device = logits.shape, logits.device
     chunks = -(-vocab // block)
@@ -52,7 +52,7 @@ def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = BLOC
     winners = torch.empty(rows, chunks, dtype=torch.int32, device=device)
     facts = torch.empty(4, rows, chunks, dtype=torch.float32, device=device)
     if rows == 0:
-        return Made(chosen, facts)
+        return KernelChoices(chosen, facts)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     with torch.cuda.device_of(logits):
         # PyTorch divides by a number on a GPU as it multiplies by the inverse, and on a CPU it divides.
@@ -62,7 +62,7 @@ def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = BLOC
             **early(device),
         )  # fmt: skip
         _best[(rows,)](scores, winners, facts, chosen, chunks, BLOCK=power(chunks), num_warps=4, **early(device))
-    return Made(chosen, facts)
+    return KernelChoices(chosen, facts)
 
 
 @jit

@@ -37,7 +37,7 @@ def level(source: str, depth: int) -> Kind:
     return source, LEVEL, depth
 
 
-class Calibrator:
+class AcceptanceModel:
     """What was learned from all requests."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Calibrator:
             self._known.pop((source, place, bucket), None)
 
 
-class Local:
+class RequestBias:
     """What one request showed of one source: guesses judged, right, and right ones expected."""
 
     __slots__ = ("expected", "judged", "odds", "right", "strength")
@@ -106,23 +106,23 @@ class Proposal:
 
 
 @dataclass
-class Memory:
+class RequestHistory:
     """One request: what it showed of each source, and its last proposals, which the coming tokens will judge."""
 
-    local: dict[str, Local] = field(default_factory=dict)
+    local: dict[str, RequestBias] = field(default_factory=dict)
     proposals: list[Proposal] = field(default_factory=list)
 
-    def of(self, source: str) -> Local:
+    def of(self, source: str) -> RequestBias:
         found = self.local.get(source)
         if found is None:
-            found = self.local[source] = Local(LEVEL_STRENGTH if source.startswith(BY_DEPTH) else LOCAL_STRENGTH)
+            found = self.local[source] = RequestBias(LEVEL_STRENGTH if source.startswith(BY_DEPTH) else LOCAL_STRENGTH)
         return found
 
     def add(self, proposal: Proposal, most: int) -> None:
         if len(proposal.tree) > 1:
             self.proposals = [*self.proposals[1 - most :], proposal]
 
-    def judge(self, token: int, calibrator: Calibrator, model: str | None) -> None:
+    def judge(self, token: int, calibrator: AcceptanceModel, model: str | None) -> None:
         """The text went on with `token`: every guess at this place was right or wrong, verified or not."""
         alive = []
         for proposal in self.proposals:
@@ -135,7 +135,7 @@ class Memory:
                 alive.append(proposal)
         self.proposals = alive
 
-    def _judge(self, proposal: Proposal, chosen: int | None, calibrator: Calibrator) -> None:
+    def _judge(self, proposal: Proposal, chosen: int | None, calibrator: AcceptanceModel) -> None:
         counts: dict[str, list[float]] = {}
         for child in proposal.tree.children(proposal.node):
             if child >= len(proposal.kinds):
@@ -149,7 +149,7 @@ class Memory:
         for source, (judged, right, expected) in counts.items():
             self.of(source).learn(int(judged), int(right), expected)
 
-    def _judge_level(self, proposal: Proposal, chosen: int | None, calibrator: Calibrator, model: str) -> None:
+    def _judge_level(self, proposal: Proposal, chosen: int | None, calibrator: AcceptanceModel, model: str) -> None:
         """Whether the draft model was right at this depth, by any of its guesses."""
         tree = proposal.tree
         if any(child in tree.signals for child in tree.children(proposal.node)):
@@ -158,6 +158,6 @@ class Memory:
             self.of(BY_DEPTH + model).learn(1, int(right), calibrator.chance(at))
             calibrator.learn(at, right)
 
-    def level(self, calibrator: Calibrator, model: str, depth: int) -> float:
+    def level(self, calibrator: AcceptanceModel, model: str, depth: int) -> float:
         """The chance that the draft model is right at this depth, if it was right before it."""
         return self.of(BY_DEPTH + model).chance(calibrator.chance(level(model, depth)))

@@ -15,7 +15,7 @@ LONGEST = 128  # passes
 
 
 @dataclass
-class Rest:
+class RequestPause:
     """Of one request."""
 
     left: int = 0  # passes until its drafter is asked again
@@ -23,7 +23,7 @@ class Rest:
     since: int = 0  # pass in which it began
 
 
-class Rota:
+class Backoff:
     """Of all requests of a policy."""
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class Rota:
         self._woken = 0  # pass since which all are to be asked
         self._pause = 1  # of the last rest of all
         self._turn = 0  # of those who are asked for all
-        self._spared = list[Rest]()  # in this pass others are asked for these
+        self._spared = list[RequestPause]()  # in this pass others are asked for these
 
-    def resting(self, rest: Rest) -> bool:
+    def resting(self, rest: RequestPause) -> bool:
         return rest.left > 0 and rest.since >= self._woken
 
-    def sample(self, rests: Seq[Rest]) -> None:
+    def sample(self, rests: Seq[RequestPause]) -> None:
         """Before a pass: while nothing pays, only some of many are asked, and those who join wait for the others."""
         self._spared = []
         if self._pays or not self._pause or len(rests) <= SAMPLE:
@@ -58,7 +58,7 @@ class Rota:
         """A pass begins."""
         self._passes += 1
 
-    def settle(self, rests: Seq[Rest], gains: Seq[float], rows: int, exposed: float, longest: int) -> None:
+    def settle(self, rests: Seq[RequestPause], gains: Seq[float], rows: int, exposed: float, longest: int) -> None:
         """Those of `rows` who were asked in this pass, and the seconds that it gains to ask each of them.
 
         Whoever is asked keeps the pass of all from beginning ahead: together they must be worth those seconds.
@@ -76,7 +76,7 @@ class Rota:
         for rest in self._spared if not self._pays else ():  # they rest as long as those who were asked
             self._begin(rest, self._pause)
 
-    def _begin(self, rest: Rest, pause: int) -> None:
+    def _begin(self, rest: RequestPause, pause: int) -> None:
         """All end their rests in the same passes, and none before half of it is over."""
         half = pause // 2
         rest.left = pause - (self._passes + half) % (pause + 1) + half

@@ -15,11 +15,11 @@ from outpace.core.policy import Policy
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import OFF, ROOT, Budget, Signal, Tree
 from outpace.errors import UsageError
-from outpace.policies.controller.acceptance import LEVELS, Calibrator, Memory, Proposal, kind
-from outpace.policies.controller.backoff import Rest, Rota
+from outpace.policies.controller.acceptance import LEVELS, AcceptanceModel, Proposal, RequestHistory, kind
+from outpace.policies.controller.backoff import Backoff, RequestPause
 from outpace.policies.controller.costs import Costs
-from outpace.policies.controller.selection import RESTING, Pass, Plan, likeliest
-from outpace.policies.controller.timing import Meter, Watch
+from outpace.policies.controller.selection import RESTING, PassOffer, RequestPlan, likeliest
+from outpace.policies.controller.timing import PassTimer, Timing
 
 POOL = 128  # guesses that all requests of a pass may propose together
 LEAST_NODES = 8  # of one of them
@@ -33,10 +33,10 @@ FOLLOW, FOLLOW_ALL = 0.15, 0.02  # weight of the newest pass in an average of a 
 
 
 @dataclass
-class State(Memory):
+class RequestState(RequestHistory):
     """What is remembered of one request."""
 
-    rest: Rest = field(default_factory=Rest)
+    rest: RequestPause = field(default_factory=RequestPause)
     worth: float | None = None  # seconds that asking saves, on average
     alone: float = 1.0  # speed-up without the draft model, on average
     wait: int = FIRST_WAIT
@@ -49,16 +49,16 @@ class State(Memory):
 
 
 @dataclass
-class Goodput(Policy):
+class Controller(Policy):
     """What pays by measured cost: the likeliest guesses of the whole batch, as many as make it fastest, or none."""
 
     costs: Costs | None = None  # of the target; a `Model` gives its own. Without them: the drafter's own budget
     margin: float = 0.01  # a speed-up that is too small to be believed
-    _calibrator: Calibrator = field(default_factory=Calibrator, init=False, repr=False)
-    _measured: Meter | None = field(default=None, init=False, repr=False)
+    _calibrator: AcceptanceModel = field(default_factory=AcceptanceModel, init=False, repr=False)
+    _measured: Timing | None = field(default=None, init=False, repr=False)
     _worth: float | None = field(default=None, init=False, repr=False)  # the same, of all requests
     _rows: int = field(default=1, init=False, repr=False)  # requests in the pass
-    _rota: Rota = field(default_factory=Rota, init=False, repr=False)
+    _rota: Backoff = field(default_factory=Backoff, init=False, repr=False)
     _bare: bool = field(default=False, init=False, repr=False)  # there was no guess in the last pass
     _probed: float = field(default=0.0, init=False, repr=False)  # seconds
     _unseen: bool = field(default=False, init=False, repr=False)  # the draft model runs on without asking `proceed`
@@ -69,10 +69,10 @@ class Goodput(Policy):
             raise UsageError(f"margin={self.margin} is out of range")
 
     @property
-    def _meter(self) -> Meter:
+    def _meter(self) -> Timing:
         if self._measured is None:
             assert self.costs is not None, "decisions need costs"
-            self._measured = Meter(self.costs)
+            self._measured = Timing(self.costs)
         return self._measured
 
     @property
@@ -85,13 +85,13 @@ class Goodput(Policy):
     def budgets(self, seqs: Seq[Sequence], rows: int) -> list[Budget]:
         if self.costs is not None:
             self._rows = rows
-            self._rota.sample([seq.memory(self, State).rest for seq in seqs if seq.drafter.model_source is None])
+            self._rota.sample([seq.memory(self, RequestState).rest for seq in seqs if seq.drafter.model_source is None])
         return super().budgets(seqs, rows)
 
     def budget(self, seq: Sequence) -> Budget:
         if self.costs is None:
             return super().budget(seq)
-        state, source = seq.memory(self, State), seq.drafter.model_source
+        state, source = seq.memory(self, RequestState), seq.drafter.model_source
         resting = self._rota.resting(state.rest)
         if resting and source is None:
             state.rest.left -= 1
@@ -114,13 +114,13 @@ class Goodput(Policy):
     def rests(self, seq: Sequence) -> bool:
         if self.costs is None:
             return super().rests(seq)
-        state = seq.memory(self, State)
+        state = seq.memory(self, RequestState)
         off = seq.drafter.model_source is None
         if state.unpaid and state.asked_at is not None:
             off = len(seq.tokens) + 1 - state.asked_at < state.wait
         return off and self._rota.resting(state.rest)
 
-    def _levels(self, seq: Sequence, state: State, source: str, most: int) -> int:
+    def _levels(self, seq: Sequence, state: RequestState, source: str, most: int) -> int:
         """How deep to ask the draft model: as deep as it goes if it pays, a little if it is time to try again."""
         price, rows = self._meter.prices(self._rows, len(seq.tokens)), self._rows
         plain, level = price(0), self._level(price)
@@ -150,7 +150,7 @@ class Goodput(Policy):
         source = seq.drafter.model_source
         if self.costs is None or source is None:
             return True
-        state, rows, self._unseen = seq.memory(self, State), self._rows, False
+        state, rows, self._unseen = seq.memory(self, RequestState), self._rows, False
         seen = self._calibrator.chance(kind(source, signal.prob, depth))
         state.reach *= state.of(source).chance(seen)
         state.tokens += state.reach
@@ -176,31 +176,31 @@ class Goodput(Policy):
         self._rota.begin()
         context = sum(len(seq.tokens) for seq in seqs) // len(seqs)
         found, whole = list(trees), len(seqs) == rows  # else there is more in the pass than is planned here
-        plans: dict[int, Plan] = {}
+        plans: dict[int, RequestPlan] = {}
         for i, (tree, budget) in enumerate(zip(trees, budgets, strict=True)):
             if budget.depth and budget.nodes:
                 plans[i] = self._plan(seqs[i], tree, budget)
             else:
                 tree.decision = RESTING
         if not plans:
-            meter.start(Watch(seqs[0], 0, 0, rows * whole, self._bare and _overlaps(seqs[0])), rows, context)
+            meter.start(PassTimer(seqs[0], 0, 0, rows * whole, self._bare and _overlaps(seqs[0])), rows, context)
             self._bare = True
             return found
         asked, levels = list(plans.values()), max(plan.levels for plan in plans.values())
         # Rows of a batch end at different times, so what some of them gain shortens the whole by less.
         price = meter.prices(rows, context)
         exposed = meter.exposed(price(0), rows) if _overlaps(seqs[0]) else 0.0
-        offer = Pass(rows, price, self.margin * min(rows, 4), exposed)
+        offer = PassOffer(rows, price, self.margin * min(rows, 4), exposed)
         speedup = self._decide(offer, asked, len(asked) * meter.asking.get(0.0), levels)
         tokens = len(seqs) + sum(len(plan.kept) - 1 for plan in asked)
         known = not any(plan.fresh for plan in asked)
-        meter.start(Watch(seqs[0], len(asked) * known, levels * known, tokens * known * whole), rows, context)
+        meter.start(PassTimer(seqs[0], len(asked) * known, levels * known, tokens * known * whole), rows, context)
         for i, plan in plans.items():
             found[i] = plan.verified(speedup)
         self._bare = tokens == len(seqs)
         return found
 
-    def _decide(self, offer: Pass, plans: list[Plan], asking: float, levels: int) -> float:
+    def _decide(self, offer: PassOffer, plans: list[RequestPlan], asking: float, levels: int) -> float:
         """Choose what is kept, and what this says about asking again; gives the expected speed-up."""
         order = likeliest(plans)
         forced = [plan.reach[node] for plan in plans for node in plan.kept if node != ROOT]
@@ -212,12 +212,12 @@ class Goodput(Policy):
         self._settle(offer, plans, alone.speedup)
         return choice.speedup
 
-    def _plan(self, seq: Sequence, tree: Tree, budget: Budget) -> Plan:
+    def _plan(self, seq: Sequence, tree: Tree, budget: Budget) -> RequestPlan:
         """Estimate every node, and remember the whole tree: the text will tell what was right."""
-        state, source = seq.memory(self, State), seq.drafter.model_source
+        state, source = seq.memory(self, RequestState), seq.drafter.model_source
         # Tokens that were drawn may not be dropped for what they are, or the law would change.
         tree = tree.trim(budget) if tree.probs else tree
-        plan, proposal = Plan(seq, tree, budget, probing=state.probing), Proposal(tree, [("", 0, 0)], [1.0])
+        plan, proposal = RequestPlan(seq, tree, budget, probing=state.probing), Proposal(tree, [("", 0, 0)], [1.0])
         depths, reach, known = plan.depths, plan.reach, self._calibrator.chance
         for node in range(1, len(tree)):
             parent, who = tree.parents[node], tree.sources.get(node, "")
@@ -238,14 +238,14 @@ class Goodput(Policy):
         state.add(proposal, SHADOWS)
         return plan
 
-    def _settle(self, offer: Pass, plans: list[Plan], alone: float) -> None:
+    def _settle(self, offer: PassOffer, plans: list[RequestPlan], alone: float) -> None:
         """What this proposal was worth decides when the drafter is asked again."""
         plain, exposed, asking = offer.seconds(0), offer.exposed, self._meter.asking.get(0.0)
         guesses = sum(len(plan.kept) - 1 for plan in plans)
         extra = (offer.seconds(guesses) - plain) / max(guesses, 1)  # seconds of a guess
         gains = []
         for plan in plans:
-            state = plan.seq.memory(self, State)
+            state = plan.seq.memory(self, RequestState)
             saved = (plan.expected - 1) * (plain - exposed) / offer.rows - (len(plan.kept) - 1) * extra
             if state.worth is None:
                 state.worth = self._worth if self._worth is not None else 2 * asking
@@ -253,13 +253,13 @@ class Goodput(Policy):
             self._worth = state.worth if self._worth is None else self._worth + FOLLOW_ALL * (saved - self._worth)
             state.alone += FOLLOW * (alone - state.alone)
             gains.append(max(saved, state.worth) - asking)
-        rests = [plan.seq.memory(self, State).rest for plan in plans]
+        rests = [plan.seq.memory(self, RequestState).rest for plan in plans]
         longest = int((offer.rows * asking + exposed) / (IDLE * plain))
         self._rota.settle(rests, gains, offer.rows, exposed, longest)
 
     def observe(self, seq: Sequence, step: Step) -> None:
         if self.costs is not None:
-            state = seq.memory(self, State)
+            state = seq.memory(self, RequestState)
             for token in step.tokens if state.proposals else ():
                 state.judge(token, self._calibrator, seq.drafter.model_source)
 

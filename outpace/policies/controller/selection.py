@@ -13,7 +13,7 @@ HOPELESS = 0.005  # chance of a guess that is not worth a thought
 RESTING = Decision(0, 0, 1.0, 1.0, "resting: asking cost more than it saved")
 
 
-class Guess(NamedTuple):
+class RankedNode(NamedTuple):
     """A node that could be verified."""
 
     reach: float  # chance that it is accepted
@@ -22,7 +22,7 @@ class Guess(NamedTuple):
 
 
 @dataclass
-class Plan:
+class RequestPlan:
     """One request's part in a pass."""
 
     seq: Sequence
@@ -62,7 +62,7 @@ class Choice(NamedTuple):
     speedup: float  # over a pass without guesses, and without the time they took to make
 
 
-def likeliest(plans: list[Plan]) -> list[Guess]:
+def likeliest(plans: list[RequestPlan]) -> list[RankedNode]:
     """Guesses in the order in which they are taken: likelier first, parents before children, each within its budget."""
     guesses = [
         (-reach, i, node)
@@ -79,12 +79,12 @@ def likeliest(plans: list[Plan]) -> list[Guess]:
             children[parent] += 1
             children[node] = 0
             left[i] -= 1
-            found.append(Guess(-cost, i, node))
+            found.append(RankedNode(-cost, i, node))
     return found
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassOffer:
     """What the pass offers: who shares it, what it costs by the guesses in it, and how little gain is none."""
 
     rows: int
@@ -92,7 +92,7 @@ class Pass:
     margin: float
     exposed: float = 0.0  # seconds of the host that are hidden only where the next pass waits for no guesses
 
-    def choose(self, order: list[Guess], spent: float, forced: Seq[float] = ()) -> Choice:
+    def choose(self, order: list[RankedNode], spent: float, forced: Seq[float] = ()) -> Choice:
         """So many of the likeliest guesses that tokens per second are most.
 
         `spent` was spent on guessing already; guesses with the chances `forced` are in the pass in any case.

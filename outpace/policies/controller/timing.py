@@ -16,7 +16,7 @@ EXPOSED = 0.05  # share of a pass that the host adds where it is not hidden, bef
 DOUBT = 3.0  # passes of one size that it takes to believe that it differs from the others
 
 
-class Recent:
+class RecentMedian:
     """The median of the last few values."""
 
     def __init__(self, count: int = 9):
@@ -35,7 +35,7 @@ class Recent:
 
 
 @dataclass
-class Watch:
+class PassTimer:
     """A pass that is under way: on whose clock it will show, and what was expected of it."""
 
     seq: Sequence
@@ -58,12 +58,12 @@ class Watch:
         return sum(seconds.values()) - guessing - seconds.get("prefill", 0.0), guessing
 
 
-class Drift:
+class TimingCorrection:
     """How much longer passes take now than the costs say, by their size: machines get busy, measurements err."""
 
     def __init__(self) -> None:
-        self._all = Recent(17)
-        self._sizes = [Recent() for _ in range(SIZES)]
+        self._all = RecentMedian(17)
+        self._sizes = [RecentMedian() for _ in range(SIZES)]
         self._last = [0] * SIZES  # passes there were when one of this size was seen
         self._passes = 0
 
@@ -89,16 +89,18 @@ def size(tokens: int) -> int:
 
 
 @dataclass
-class Meter:
+class Timing:
     """The figures that decisions are made with."""
 
     costs: Costs
-    asking: Recent = field(default_factory=Recent)  # seconds of asking a drafter for a row, draft models aside
-    level: Recent = field(default_factory=Recent)  # seconds of a level of a draft model
-    drift: Drift = field(default_factory=Drift)
-    hidden: Recent = field(default_factory=lambda: Recent(17))  # the same of passes that began ahead
+    asking: RecentMedian = field(
+        default_factory=RecentMedian
+    )  # seconds of asking a drafter for a row, draft models aside
+    level: RecentMedian = field(default_factory=RecentMedian)  # seconds of a level of a draft model
+    drift: TimingCorrection = field(default_factory=TimingCorrection)
+    hidden: RecentMedian = field(default_factory=lambda: RecentMedian(17))  # the same of passes that began ahead
     elapsed: float = 0.0
-    watch: Watch | None = None
+    watch: PassTimer | None = None
 
     def prices(self, rows: int, context: int) -> Callable[[int], float]:
         """Seconds of a pass that `rows` requests share, by the number of guesses in it."""
@@ -112,7 +114,7 @@ class Meter:
         usual = self.drift.ratios()[size(rows)]
         return max(0.0, plain * (1 - self.hidden.get((1 - EXPOSED) * usual) / usual))
 
-    def start(self, watch: Watch, rows: int, context: int) -> None:
+    def start(self, watch: PassTimer, rows: int, context: int) -> None:
         """A pass begins."""
         if watch.tokens:
             watch.expected = self.costs.seconds(watch.tokens, rows, context)

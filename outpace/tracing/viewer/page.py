@@ -16,7 +16,7 @@ from outpace.core.tree import ROOT
 from outpace.errors import OutpaceError
 from outpace.sampling.settings import Sampling
 from outpace.storage.files import write_whole
-from outpace.tracing.trace import Pass, RequestTrace, Trace, reason
+from outpace.tracing.trace import PassRecord, RequestTrace, Trace, reason
 
 PHASES = ("prefill", "draft", "score", "verify", "keep")
 NOBODY = -1  # source of a token that nobody proposed: the target's own choice
@@ -87,7 +87,7 @@ class PageData(TypedDict):
     requests: list[RequestData]
 
 
-class Table:
+class StringTable:
     """Strings by number."""
 
     def __init__(self) -> None:
@@ -97,20 +97,20 @@ class Table:
         return self.numbers.setdefault(text, len(self.numbers))
 
 
-class Words:
+class SharedText:
     """Text that the whole page shares."""
 
     def __init__(self, trace: Trace):
         self.known = trace.pieces
         self.pieces = _pieces(trace)
-        self.sources = Table()
-        self.reasons = Table()
+        self.sources = StringTable()
+        self.reasons = StringTable()
 
 
 def describe(trace: Trace) -> PageData:
     """All that is shown of a trace, on the page and in the terminal."""
     try:
-        words, stats = Words(trace), [_stats(request) for request in trace.requests]
+        words, stats = SharedText(trace), [_stats(request) for request in trace.requests]
         requests = [_request(request, counted, words) for request, counted in zip(trace.requests, stats, strict=True)]
         versions = trace.header.get("versions", {})
         return PageData(
@@ -150,7 +150,7 @@ def write(trace: Trace, path: Path) -> None:
         raise OutpaceError(f"cannot write the page: {error}") from error
 
 
-def _request(request: RequestTrace, stats: Stats, words: Words) -> RequestData:
+def _request(request: RequestTrace, stats: Stats, words: SharedText) -> RequestData:
     passes = [_pass(record, words) for record in request.passes]
     drafted = Counter(source for p in passes for source in p["by"][1:])
     accepted = Counter(source for p in passes for source in p["sources"])
@@ -172,7 +172,7 @@ def _request(request: RequestTrace, stats: Stats, words: Words) -> RequestData:
     )
 
 
-def _pass(record: Pass, words: Words) -> PassData:
+def _pass(record: PassRecord, words: SharedText) -> PassData:
     nodes, accepted = range(len(record.tokens)), record.step.accepted
     by = [NOBODY if node == ROOT else words.sources.number(record.by[node]) for node in nodes]
     own = len(record.committed) - accepted
@@ -196,7 +196,7 @@ def _pass(record: Pass, words: Words) -> PassData:
     )
 
 
-def _decision(record: Pass) -> str:
+def _decision(record: PassRecord) -> str:
     made = record.decision
     if made is None:
         return ""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.errors import UsageError
-from outpace.train.data.records import Record
+from outpace.train.data.records import TextRecord
 
 POOL = 1024  # records that are put in order of length together: what is alike in length differs from epoch to epoch
 WIDTHS = 32  # that batches have: steps up to the longest text
@@ -40,13 +40,17 @@ def _rounded(size: int, length: int) -> int:
     return -(-size // step) * step
 
 
-def batches(records: Seq[Record], tokens_per_batch: int, length: int, seed: int = 0, epoch: int = 0) -> Iterator[Batch]:
+def batches(
+    records: Seq[TextRecord], tokens_per_batch: int, length: int, seed: int = 0, epoch: int = 0
+) -> Iterator[Batch]:
     """Every record once, in an order that depends on nothing but seed and epoch; texts are cut off at `length`."""
     for chosen in plan(records, tokens_per_batch, length, seed, epoch):
         yield collate([records[i] for i in chosen], length)
 
 
-def plan(records: Seq[Record], tokens_per_batch: int, length: int, seed: int = 0, epoch: int = 0) -> list[list[int]]:
+def plan(
+    records: Seq[TextRecord], tokens_per_batch: int, length: int, seed: int = 0, epoch: int = 0
+) -> list[list[int]]:
     """Which records make each batch. One whose answer begins beyond `length` is left out."""
     if length < 2:
         raise UsageError(f"length={length} is too short to learn from: at least 2")
@@ -77,7 +81,7 @@ def _cut(pool: Seq[int], lengths: Seq[int], budget: int) -> Iterator[list[int]]:
     yield batch
 
 
-def collate(records: Seq[Record], length: int) -> Batch:
+def collate(records: Seq[TextRecord], length: int) -> Batch:
     """One batch of these."""
     lengths = torch.tensor([min(len(record.tokens), length) for record in records])
     tokens = torch.zeros(len(records), int(lengths.max()), dtype=torch.long)

@@ -20,7 +20,7 @@ from outpace.errors import OutpaceError, UsageError
 FORMAT, VERSION = "outpace-data", 1
 
 
-class Record(NamedTuple):
+class TextRecord(NamedTuple):
     """A conversation up to an answer, with it."""
 
     tokens: Tensor  # [tokens], int32
@@ -32,7 +32,7 @@ class Record(NamedTuple):
         return self.tokens[self.prompt :].tolist()
 
 
-def read(paths: str | Path | Iterable[str | Path], vocab: int | None = None) -> list[Record]:
+def read(paths: str | Path | Iterable[str | Path], vocab: int | None = None) -> list[TextRecord]:
     """The records of one or more files; a last line that was cut off is left out."""
     every = [paths] if isinstance(paths, str | Path) else list(paths)
     found = [record for path in every for record in _records(Path(path), vocab)]
@@ -42,7 +42,7 @@ def read(paths: str | Path | Iterable[str | Path], vocab: int | None = None) -> 
     return found
 
 
-def _records(path: Path, vocab: int | None) -> Iterator[Record]:
+def _records(path: Path, vocab: int | None) -> Iterator[TextRecord]:
     for number, line in _lines(path):
         if "format" in line:
             _known(path, line)
@@ -56,10 +56,10 @@ def _records(path: Path, vocab: int | None) -> Iterator[Record]:
             yield record
 
 
-def _record(path: Path, number: int, line: dict[str, Any]) -> Record:
+def _record(path: Path, number: int, line: dict[str, Any]) -> TextRecord:
     tokens, prompt = line.get("tokens"), line.get("prompt")
     try:
-        made = Record(torch.tensor(tokens, dtype=torch.int32), int(prompt or 0), str(line.get("id", "")))
+        made = TextRecord(torch.tensor(tokens, dtype=torch.int32), int(prompt or 0), str(line.get("id", "")))
     except (TypeError, ValueError, RuntimeError) as error:
         raise OutpaceError(f"{str(path)!r}, line {number} is no record: {error}") from error
     if made.tokens.dim() != 1 or not 0 <= made.prompt < len(made.tokens) or int(made.tokens.min()) < 0:
@@ -96,12 +96,12 @@ def _known(path: Path, header: dict[str, Any]) -> None:
         raise UsageError(f"{newer}: update it")
 
 
-class Kept:
+class RecordFile:
     """A file that is written record by record, and what it already had: `records` and `dropped`, by id."""
 
     def __init__(self, path: str | Path, header: dict[str, Any]):
         self.path = Path(path)
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, TextRecord] = {}
         self.dropped: dict[str, str] = {}
         header = {"format": FORMAT, "version": VERSION, **header}
         try:
@@ -119,7 +119,7 @@ class Kept:
             self._file.close()
             raise
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TextRecord) -> None:
         self.records[record.id] = record
         self._write({"id": record.id, "prompt": record.prompt, "tokens": record.tokens.tolist()})
 
@@ -155,7 +155,7 @@ class Kept:
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> RecordFile:
         return self
 
     def __exit__(self, *_: object) -> None:

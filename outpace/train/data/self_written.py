@@ -11,7 +11,7 @@ from outpace.errors import UnsupportedModel, UsageError
 MARK = "~what the user says~"
 
 
-class Opening(NamedTuple):
+class ChatOpening(NamedTuple):
     """A conversation before its first word, and how one knows that the user has finished."""
 
     tokens: list[int]
@@ -20,7 +20,7 @@ class Opening(NamedTuple):
     special: frozenset[int]  # tokens that no user writes
 
 
-def opening(model: Model, system: str | None = None) -> Opening:
+def opening(model: Model, system: str | None = None) -> ChatOpening:
     """The model's chat template up to the user's turn, in a conversation with this system message."""
     tokenizer: Any = model.tokenizer
     if not getattr(tokenizer, "chat_template", None):
@@ -36,11 +36,11 @@ def opening(model: Model, system: str | None = None) -> Opening:
     special = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
     closing = tokenizer.encode(after, add_special_tokens=False)[:1]
     if special.issuperset(closing):
-        return Opening(tokens, tuple(closing), (), special)
-    return Opening(tokens, (), (after.strip(),) if after.strip() else (), special)
+        return ChatOpening(tokens, tuple(closing), (), special)
+    return ChatOpening(tokens, (), (after.strip(),) if after.strip() else (), special)
 
 
-def flaw(written: Completion, start: Opening) -> str | None:
+def flaw(written: Completion, start: ChatOpening) -> str | None:
     """Why this is no message that a user could have sent; None: it is one."""
     if written.error is not None:
         return written.error

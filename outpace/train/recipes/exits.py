@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outpace.models.hf.module import decoder_layers
-from outpace.models.hf.snapshot import Passed
-from outpace.models.hf.stages import Span, Stage
+from outpace.models.hf.snapshot import SkippedLayer
+from outpace.models.hf.stages import LayerSpan, Stage
 
 
 class Exits:
@@ -46,8 +46,8 @@ class Exits:
     def logits(self, states: Tensor) -> Tensor:  # [places, hidden] -> [places, vocab]
         """The final norm and the head, on what left some layer; `run` comes before it."""
         if self.tail is None:
-            self.tail = Stage(self.model, Span(len(self.layers) - 1, len(self.layers)))
-            self.tail.layers[0] = Passed(self.tail.layers[0], self._pairs)
+            self.tail = Stage(self.model, LayerSpan(len(self.layers) - 1, len(self.layers)))
+            self.tail.layers[0] = SkippedLayer(self.tail.layers[0], self._pairs)
         places = torch.arange(len(states), device=states.device)
         ran = self.tail.run(places, states, places, position_ids=torch.zeros_like(places)[None], use_cache=False)
         assert ran.logits is not None

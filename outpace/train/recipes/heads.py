@@ -14,17 +14,17 @@ from outpace import registry
 from outpace.api.model import Model
 from outpace.errors import UsageError, unknown
 from outpace.heads import store
-from outpace.heads.base import Guessed, Head
+from outpace.heads.base import ChainStepOutput, Head
 from outpace.models.hf.module import decoder_layers
-from outpace.models.hf.torch_compile import quicken
+from outpace.models.hf.torch_compile import compile_modules
 from outpace.train.data.batches import Batch
-from outpace.train.data.records import Record
-from outpace.train.losses import LOSSES, Laws, Loss, Lost
-from outpace.train.settings import HEADS, Settings
+from outpace.train.data.records import TextRecord
+from outpace.train.losses import LOSSES, Loss, LossResult, StepLogits
+from outpace.train.settings import HEADS, TrainingSettings
 from outpace.train.target import Target, answered, cooled
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """How what has been trained so far is run."""
 
     model: Model
@@ -37,7 +37,7 @@ class Recipe(Protocol):
     def parameters(self) -> list[nn.Parameter]:
         """Those that change; in float32."""
 
-    def loss(self, batch: Batch, step: int, total: int) -> Lost:
+    def loss(self, batch: Batch, step: int, total: int) -> LossResult:
         """On a batch, at one of so many steps."""
 
     def save(self, folder: Path, notes: dict[str, Any]) -> None:
@@ -48,11 +48,11 @@ class Recipe(Protocol):
 
     def restore(self, state: dict[str, Tensor]) -> None: ...
 
-    def serve(self) -> Served:
+    def serve(self) -> ServedModel:
         """For the engine, which measures how good it is."""
 
 
-def build(settings: Settings, model: Model, records: Seq[Record]) -> Recipe:
+def build(settings: TrainingSettings, model: Model, records: Seq[TextRecord]) -> Recipe:
     """The recipe of a kind, for this target and these texts."""
     from outpace.train.recipes.whole import DraftRecipe, LayerSkipRecipe
 
@@ -62,7 +62,7 @@ def build(settings: Settings, model: Model, records: Seq[Record]) -> Recipe:
     return kinds[settings.kind](settings, model, records)
 
 
-def loss_of(settings: Settings) -> Loss:
+def loss_of(settings: TrainingSettings) -> Loss:
     if settings.loss not in LOSSES:
         raise unknown("loss", settings.loss, LOSSES)
     return LOSSES[settings.loss]
@@ -76,7 +76,7 @@ def computing(device: torch.device, dtype: torch.dtype, bf16: bool | None) -> Ab
     return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
 
 
-def frequent(records: Seq[Record], count: int, vocab: int) -> Tensor:  # [count], sorted
+def frequent(records: Seq[TextRecord], count: int, vocab: int) -> Tensor:  # [count], sorted
     """The tokens that answers have most often; where there are too few, the first ones of the vocabulary."""
     if count > vocab:
         raise UsageError(f"a draft vocabulary of {count} tokens is larger than the target's, {vocab}")
@@ -89,7 +89,7 @@ def frequent(records: Seq[Record], count: int, vocab: int) -> Tensor:  # [count]
 class HeadRecipe:
     """A head of any kind, on the hidden states and the law of a target that stays as it is."""
 
-    def __init__(self, settings: Settings, model: Model, records: Seq[Record]):
+    def __init__(self, settings: TrainingSettings, model: Model, records: Seq[TextRecord]):
         self.settings, self.model, self.lm = settings, model, model.lm
         self.target, self.measure = Target(model.lm), loss_of(settings)
         self.head = self._started(records)
@@ -98,9 +98,9 @@ class HeadRecipe:
         for parameter in self.parameters():  # not those that are the target's
             parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
         self.computing = computing(self.target.device, dtype, settings.bf16)
-        quicken(self.head.pieces(), self.target.device)
+        compile_modules(self.head.pieces(), self.target.device)
 
-    def _started(self, records: Seq[Record]) -> Head:
+    def _started(self, records: Seq[TextRecord]) -> Head:
         given, kind = self.settings, self.settings.kind
         ids = None
         if given.draft_vocab and given.draft_vocab != self.lm.vocab:
@@ -120,7 +120,7 @@ class HeadRecipe:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.head.parameters() if parameter.requires_grad]
 
-    def loss(self, batch: Batch, step: int, total: int) -> Lost:
+    def loss(self, batch: Batch, step: int, total: int) -> LossResult:
         told = self.target.tell(batch.tokens, self.head.spec.taps)
         assert told.hidden is not None
         counts, wanted = answered(batch), cooled(told.logits, self.settings.temperature)
@@ -133,7 +133,9 @@ class HeadRecipe:
             laws = self._laws(guessed, wanted, started, counts)
         return self.measure(laws)
 
-    def _laws(self, guessed: list[Guessed], wanted: Tensor, started: Tensor, counts: Tensor) -> list[Laws]:
+    def _laws(
+        self, guessed: list[ChainStepOutput], wanted: Tensor, started: Tensor, counts: Tensor
+    ) -> list[StepLogits]:
         """Every column with the target's law that it guesses, at each step, of the chains that start in an answer."""
         batch, length, vocab = wanted.shape
         rows = torch.arange(batch, device=wanted.device)[:, None] * length  # of all texts, one after the other
@@ -144,7 +146,7 @@ class HeadRecipe:
             chains = (started.flatten()[behind] & inside).nonzero().flatten() if chains is None else chains
             draft = cooled(guess.output(guess.states.flatten(0, 1)[chains]), self.settings.temperature)
             counted = inside & counts.flatten()[behind]
-            steps.append(Laws(draft, wanted.reshape(-1, vocab), counted[chains], behind[chains]))
+            steps.append(StepLogits(draft, wanted.reshape(-1, vocab), counted[chains], behind[chains]))
         return steps
 
     def save(self, folder: Path, notes: dict[str, Any]) -> None:
@@ -156,11 +158,13 @@ class HeadRecipe:
     def restore(self, state: dict[str, Tensor]) -> None:
         self.head.load_state_dict(state, strict=False)
 
-    def serve(self) -> Served:
+    def serve(self) -> ServedModel:
         """With the weights as they would be saved."""
         own = {n: t.half() if t.is_floating_point() else t for n, t in self.head.own().items()}
         head = store.made(self.head.spec, own, self.lm)
-        return Served(self.model, {"method": registry.method(self.settings.kind, head=head, **self.settings.option)})
+        return ServedModel(
+            self.model, {"method": registry.method(self.settings.kind, head=head, **self.settings.option)}
+        )
 
 
 @torch.no_grad()

@@ -16,27 +16,27 @@ from transformers import PreTrainedModel
 from outpace import registry
 from outpace.api.load import load, wrap
 from outpace.api.model import Model
-from outpace.cross_tokenizer.by_tokens import Side, translated
-from outpace.drafting.layer_search import Probe, Sample, parse, without
+from outpace.cross_tokenizer.by_tokens import NamedModel, translated
+from outpace.drafting.layer_search import LayerProbe, ProbeText, parse, without
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.models.hf import checkpoint
 from outpace.models.hf.module import decoder_layers, twin
-from outpace.models.hf.torch_compile import quicken
+from outpace.models.hf.torch_compile import compile_modules
 from outpace.train.data.batches import Batch
-from outpace.train.data.records import Record
-from outpace.train.losses import Laws, Lost, alpha
+from outpace.train.data.records import TextRecord
+from outpace.train.losses import LossResult, StepLogits, alpha
 from outpace.train.recipes import exits
-from outpace.train.recipes.heads import Served, computing, loss_of
-from outpace.train.settings import Settings
+from outpace.train.recipes.heads import ServedModel, computing, loss_of
+from outpace.train.settings import TrainingSettings
 from outpace.train.target import Target, answered, cooled, module_of
 
 SAMPLES, LONGEST = 8, 256  # texts, and tokens of each, by which layers to leave out are chosen
 
 
-class Whole:
+class TrainedModel:
     """A model of our own that is trained, beside the target, which stays as it is."""
 
-    def __init__(self, settings: Settings, model: Model, trained: PreTrainedModel):
+    def __init__(self, settings: TrainingSettings, model: Model, trained: PreTrainedModel):
         """`trained` may share tensors with the target: it is copied."""
         self.settings, self.model = settings, model
         self.target, self.measure = Target(model.lm), loss_of(settings)
@@ -50,7 +50,7 @@ class Whole:
         self.served = wrap(self.trained, model.tokenizer, name=model.name, eager=True)
         self.fit = twin(self.trained)
         decoder, name = decoder_layers(self.fit)
-        quicken(getattr(decoder, name), self.target.device)
+        compile_modules(getattr(decoder, name), self.target.device)
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.trained.parameters())
@@ -60,11 +60,11 @@ class Whole:
         rows, at = answered(batch).nonzero(as_tuple=True)
         return rows, at, cooled(self.target.tell(batch.tokens).logits[rows, at], self.settings.temperature)
 
-    def judge(self, logits: Tensor, target: Tensor) -> Lost:  # [places, vocab]
+    def judge(self, logits: Tensor, target: Tensor) -> LossResult:  # [places, vocab]
         """Models of one family pad their vocabulary to different sizes: what both have is compared."""
         shared = min(logits.shape[-1], target.shape[-1])
         draft = cooled(logits, self.settings.temperature)[:, :shared]
-        return self.measure([Laws(draft, target[:, :shared])])
+        return self.measure([StepLogits(draft, target[:, :shared])])
 
     def save(self, folder: Path, notes: dict[str, Any]) -> None:
         """A checkpoint like any other; each file appears whole or not at all."""
@@ -88,10 +88,10 @@ class Whole:
             parameter.copy_(state[name])
 
 
-class LayerSkipRecipe(Whole):
+class LayerSkipRecipe(TrainedModel):
     """A copy of the target in which layers are dropped and every exit learns the target's law."""
 
-    def __init__(self, settings: Settings, model: Model, records: Seq[Record]):
+    def __init__(self, settings: TrainingSettings, model: Model, records: Seq[TextRecord]):
         super().__init__(settings, model, module_of(model.lm))
         self.exits = exits.Exits(self.fit)
         self.stack = len(self.exits.layers)
@@ -100,7 +100,7 @@ class LayerSkipRecipe(Whole):
         if not isinstance(self.exit, int) or self.exit >= self.stack or settings.option.get("skip"):
             raise UsageError(f"layerskip is trained for one exit, a number of layers below {self.stack}")
 
-    def loss(self, batch: Batch, step: int, total: int) -> Lost:
+    def loss(self, batch: Batch, step: int, total: int) -> LossResult:
         rows, at, target = self.wanted(batch)
         ramp = exits.ramped(step, total) if self.settings.ramp else 1.0
         chances = exits.chances(self.stack, self.settings.dropout, ramp)
@@ -115,7 +115,7 @@ class LayerSkipRecipe(Whole):
                 guess = said.get(self.exit - 1)
                 guess = self.exits.logits(left[self.exit - 1][rows, at]) if guess is None else guess
                 agreed = alpha(guess, said[self.stack - 1]).mean()
-        return Lost(loss, agreed[None])
+        return LossResult(loss, agreed[None])
 
     def weights(self, step: int, total: int) -> dict[int, float]:
         """How much each exit counts at this step."""
@@ -131,30 +131,30 @@ class LayerSkipRecipe(Whole):
             active = exits.gradual(step, self.stack, total)
         return exits.weights(active, self.stack, given.exit_scale)
 
-    def serve(self) -> Served:
+    def serve(self) -> ServedModel:
         self.served.clear_cache()  # what rows hold was computed with other weights
-        return Served(self.served, {"method": self.method})
+        return ServedModel(self.served, {"method": self.method})
 
 
-class DraftRecipe(Whole):
+class DraftRecipe(TrainedModel):
     """A smaller model, or the target without some of its layers, that learns the target's law."""
 
-    def __init__(self, settings: Settings, model: Model, records: Seq[Record]):
+    def __init__(self, settings: TrainingSettings, model: Model, records: Seq[TextRecord]):
         super().__init__(settings, model, _student(settings, model, records))
         self.method = registry.method("draft", draft=self.served.lm, **settings.option)
 
-    def loss(self, batch: Batch, step: int, total: int) -> Lost:
+    def loss(self, batch: Batch, step: int, total: int) -> LossResult:
         rows, at, target = self.wanted(batch)
         with self.computing:
             logits = self.fit(input_ids=batch.tokens, use_cache=False).logits
         return self.judge(logits[rows, at], target)
 
-    def serve(self) -> Served:
+    def serve(self) -> ServedModel:
         self.served.clear_cache()
-        return Served(self.model, {"method": self.method})
+        return ServedModel(self.model, {"method": self.method})
 
 
-def _student(settings: Settings, model: Model, records: Seq[Record]) -> PreTrainedModel:
+def _student(settings: TrainingSettings, model: Model, records: Seq[TextRecord]) -> PreTrainedModel:
     given = [settings.draft, settings.remove, settings.keep]
     if sum(map(bool, given)) != 1:
         raise UsageError("say what is trained: a model with draft=, or the target with remove= layers or with keep=")
@@ -162,7 +162,7 @@ def _student(settings: Settings, model: Model, records: Seq[Record]) -> PreTrain
     if settings.draft:
         device = target.get_input_embeddings().weight.device
         student = load(settings.draft, dtype=torch.float32, device=device, eager=True)
-        sides = (Side(m.lm, m.tokenizer, m.name) for m in (model, student))
+        sides = (NamedModel(m.lm, m.tokenizer, m.name) for m in (model, student))
         if translated(*sides) is not student.lm:
             raise UsageError(f"{settings.draft} has another tokenizer than {model.name}, whose law it is to learn")
         return module_of(student.lm)
@@ -170,6 +170,6 @@ def _student(settings: Settings, model: Model, records: Seq[Record]) -> PreTrain
         return checkpoint.part_of(target, sorted(set(parse(settings.keep))))
     if settings.remove >= model.lm.stack:
         raise UsageError(f"remove={settings.remove} leaves no layer: {model.name} has {model.lm.stack}")
-    texts = [Sample(record.tokens[:LONGEST].tolist()) for record in records[:SAMPLES]]
-    gone = Probe(model.lm, texts).block(settings.remove)
+    texts = [ProbeText(record.tokens[:LONGEST].tolist()) for record in records[:SAMPLES]]
+    gone = LayerProbe(model.lm, texts).block(settings.remove)
     return checkpoint.part_of(target, without(model.lm.stack, gone))

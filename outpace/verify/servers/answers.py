@@ -37,7 +37,7 @@ class ServerPlan:
 
 
 @dataclass
-class Answers:
+class ServerAnswers:
     """Greedy answers of the server under test, and of the one without speculation, one request at a time."""
 
     on: Server

@@ -44,7 +44,7 @@ class HTTPFailure(OutpaceError):
 
 
 @dataclass
-class Learned:
+class ServerTraits:
     """What the first answers showed of a server."""
 
     model: str | None = None
@@ -61,7 +61,7 @@ class Server:
     api_key: str | None = field(default=None, repr=False)  # None: OPENAI_API_KEY
     extra: dict[str, Any] = field(default_factory=dict)
     timeout: float = 120.0
-    learned: Learned = field(default_factory=Learned, init=False, repr=False, compare=False)
+    learned: ServerTraits = field(default_factory=ServerTraits, init=False, repr=False, compare=False)
 
     @property
     def base(self) -> str:

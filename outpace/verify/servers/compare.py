@@ -22,7 +22,7 @@ Pair = tuple[Reply, Reply]
 
 
 @dataclass(frozen=True)
-class Parting:
+class AnswerDifference:
     """The first place at which two answers differ."""
 
     at: int  # in tokens, or in characters
@@ -31,20 +31,20 @@ class Parting:
     by_tokens: bool
 
 
-def parting(wanted: Reply, got: Reply) -> Parting | None:
+def parting(wanted: Reply, got: Reply) -> AnswerDifference | None:
     """By token ids where both show them, else by token texts, else by characters."""
     if wanted.ids is not None and got.ids is not None:
         at = first_difference(wanted.ids, got.ids)
         if at is not None:
-            return Parting(at, (_text(wanted, at), _text(got, at)), (_id(wanted, at), _id(got, at)), True)
+            return AnswerDifference(at, (_text(wanted, at), _text(got, at)), (_id(wanted, at), _id(got, at)), True)
     elif wanted.tokens is not None and got.tokens is not None:
         at = first_difference([t.text for t in wanted.tokens], [t.text for t in got.tokens])
         if at is not None:
-            return Parting(at, (_text(wanted, at), _text(got, at)), (-1, -1), True)
+            return AnswerDifference(at, (_text(wanted, at), _text(got, at)), (-1, -1), True)
     at = first_difference(wanted.text, got.text)
     if at is None:
         return None
-    return Parting(at, (wanted.text[at : at + 8] or END, got.text[at : at + 8] or END), (-1, -1), False)
+    return AnswerDifference(at, (wanted.text[at : at + 8] or END, got.text[at : at + 8] or END), (-1, -1), False)
 
 
 def between(pair: Pair, index: int, drift: float | None) -> Divergence | None:
@@ -57,7 +57,7 @@ def between(pair: Pair, index: int, drift: float | None) -> Divergence | None:
     return Divergence(index, found.at, *found.ids, gap, rounding, explained, found.texts)
 
 
-def _gap(pair: Pair, found: Parting) -> float | None:
+def _gap(pair: Pair, found: AnswerDifference) -> float | None:
     """The largest lag on either side; None where it is not shown, or where an answer was cut off."""
     ended = [reply for reply, text in zip(pair, found.texts, strict=True) if text == END]
     if not found.by_tokens or any(reply.finish_reason != "stop" for reply in ended):

@@ -24,7 +24,7 @@ from outpace.verify.distribution import (
     POWER,
     Counts,
     Following,
-    Test,
+    PearsonTest,
     chi_squared,
     finds,
     following,
@@ -33,17 +33,17 @@ from outpace.verify.distribution import (
 from outpace.verify.expected import expected_law
 from outpace.verify.judge import rounding_of
 from outpace.verify.records import Check
-from outpace.verify.servers.answers import Answers
+from outpace.verify.servers.answers import ServerAnswers
 from outpace.verify.servers.client import Server, sampling_fields
 from outpace.verify.servers.compare import END, MOST
-from outpace.verify.servers.local import Local
+from outpace.verify.servers.local import LocalJudge
 from outpace.verify.servers.reply import Reply
 
 COIN = math.log(0.5)
 
 
 @dataclass(frozen=True)
-class Both:
+class PairedCounts:
     """What came after one text with speculation, and without."""
 
     prompt: int
@@ -53,7 +53,7 @@ class Both:
 
 
 @dataclass(frozen=True)
-class Found:
+class TestOutcome:
     """One test, of either kind."""
 
     against: str  # "off" or "reference"
@@ -66,9 +66,9 @@ class Found:
     effect: float  # the smallest deviation (Cohen's w) that is found with a chance of 90 %
 
 
-def sampled_law(answers: Answers, local: Local | None) -> Check:
+def sampled_law(answers: ServerAnswers, local: LocalJudge | None) -> Check:
     """Tests of every text that was continued often enough, corrected for their number."""
-    plan, both, counts = answers.plan, list[Both](), list[Counts]()
+    plan, both, counts = answers.plan, list[PairedCounts](), list[Counts]()
     unread = 0
     for index in contexts(answers):
         drawn = draw(answers, answers.on, index)
@@ -88,7 +88,7 @@ def sampled_law(answers: Answers, local: Local | None) -> Check:
     return _check(answers, found, sum(count.impossible for count in counts), unread)
 
 
-def _check(answers: Answers, found: list[Found], impossible: int, unread: int) -> Check:
+def _check(answers: ServerAnswers, found: list[TestOutcome], impossible: int, unread: int) -> Check:
     plan, wrong = answers.plan, holm([test.p for test in found], answers.plan.alpha)
     draws, least = sum(test.draws for test in found), min(test.p for test in found)
     effects = [test.effect for test in found if test.bins > 1]
@@ -106,7 +106,7 @@ def _check(answers: Answers, found: list[Found], impossible: int, unread: int) -
     return Check(answers.subject, name, "fail" if bad else "pass", summary, figures=figures)
 
 
-def contexts(answers: Answers) -> list[int]:
+def contexts(answers: ServerAnswers) -> list[int]:
     """Prompts whose first token is as uncertain as a coin, where the server shows that; else the first ones.
 
     Then several tokens are drawn, and each often enough to test what follows it, which speculation may have guessed.
@@ -115,7 +115,7 @@ def contexts(answers: Answers) -> list[int]:
     return sorted(range(len(logprobs)), key=lambda index: abs(logprobs[index] - COIN))[: answers.plan.contexts]
 
 
-def draw(answers: Answers, server: Server, index: int) -> list[Reply]:
+def draw(answers: ServerAnswers, server: Server, index: int) -> list[Reply]:
     """Short answers, each with a seed of its own: speculation acts from the second token on."""
     plan = answers.plan
     fields = sampling_fields(plan.sampling) | {"max_tokens": DEPTH}
@@ -123,12 +123,12 @@ def draw(answers: Answers, server: Server, index: int) -> list[Reply]:
     return server.many(asked, plan.concurrency)
 
 
-def compared(index: int, on: list[Reply], off: list[Reply]) -> list[Both]:
+def compared(index: int, on: list[Reply], off: list[Reply]) -> list[PairedCounts]:
     """What came next on both sides, wherever both have drawn often enough."""
     by_tokens = all(reply.tokens is not None for reply in [*on, *off] if reply.text)
     first, second = (following([_units(reply, by_tokens) for reply in replies]) for replies in (on, off))
     often = [prefix for prefix, drawn in first.items() if min(drawn.total(), _total(second, prefix)) >= LEAST]
-    return [Both(index, list(prefix), first[prefix], second[prefix]) for prefix in often]
+    return [PairedCounts(index, list(prefix), first[prefix], second[prefix]) for prefix in often]
 
 
 def _units(reply: Reply, by_tokens: bool) -> list[str]:
@@ -140,7 +140,7 @@ def _total(found: Following, prefix: tuple[Any, ...]) -> int:
     return found[prefix].total() if prefix in found else 0
 
 
-def homogeneity(both: Both, alpha: float, drift: float) -> Found:
+def homogeneity(both: PairedCounts, alpha: float, drift: float) -> TestOutcome:
     """Pearson's test that two samples have one law, or two that are as near as the server's own rounding."""
     from scipy.optimize import brentq
     from scipy.stats import ncx2
@@ -149,17 +149,17 @@ def homogeneity(both: Both, alpha: float, drift: float) -> Found:
     bins = _bins(both, sizes)
     about = ("off", both.prompt, both.prefix, sum(sizes), len(bins))
     if len(bins) < 2:
-        return Found(*about, 0.0, 1.0, float("inf"))
+        return TestOutcome(*about, 0.0, 1.0, float("inf"))
     cells = [(n, size * sum(pair) / sum(sizes)) for pair in bins for n, size in zip(pair, sizes, strict=True)]
     chi2 = sum((n - mean) ** 2 / mean for n, mean in cells)
     weight, freedom = sizes[0] * sizes[1] / sum(sizes), len(bins) - 1
     slack = weight * min(drift, MOST) ** 2  # a logprob that moves by d moves its probability by the share d
     critical = float(ncx2.isf(alpha, freedom, slack))
     effect = brentq(lambda w: ncx2.sf(critical, freedom, weight * w * w) - POWER, 1e-6, 1e3)
-    return Found(*about, float(chi2), float(ncx2.sf(chi2, freedom, slack)), float(effect))
+    return TestOutcome(*about, float(chi2), float(ncx2.sf(chi2, freedom, slack)), float(effect))
 
 
-def _bins(both: Both, sizes: tuple[int, int]) -> list[tuple[int, int]]:
+def _bins(both: PairedCounts, sizes: tuple[int, int]) -> list[tuple[int, int]]:
     """Draws of each token on either side; rare tokens share a bin."""
     share = min(sizes) / sum(sizes)
     counts = sorted(((both.on[unit], both.off[unit]) for unit in both.on | both.off), key=sum, reverse=True)
@@ -178,7 +178,7 @@ def _sum(pairs: Seq[tuple[int, int]]) -> tuple[int, int]:
 class Expected:
     """The law by the local model, after one prompt."""
 
-    local: Local
+    local: LocalJudge
     sampling: Sampling
     prompt: list[int]
     rounding: float  # of the server's logits, seen from here
@@ -224,5 +224,5 @@ class Expected:
         return law
 
 
-def _found(test: Test) -> Found:
-    return Found("reference", test.prompt, test.prefix, test.draws, test.bins, test.chi2, test.p, test.effect)
+def _found(test: PearsonTest) -> TestOutcome:
+    return TestOutcome("reference", test.prompt, test.prefix, test.draws, test.bins, test.chi2, test.p, test.effect)

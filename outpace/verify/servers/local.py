@@ -13,7 +13,7 @@ from outpace.sampling.settings import Sampling
 from outpace.text import Tokenizer, encode
 from outpace.verify.judge import Answer, Judge
 from outpace.verify.records import Check, Divergence, verdict_of
-from outpace.verify.servers.answers import Answers
+from outpace.verify.servers.answers import ServerAnswers
 from outpace.verify.servers.compare import NEAR, rounding_of
 from outpace.verify.servers.reply import Reply
 
@@ -22,7 +22,7 @@ GREEDY = Sampler(Sampling())
 
 
 @dataclass(frozen=True)
-class Reading:
+class AnswerReading:
     """An answer in the local model's tokens, and how they were found."""
 
     prompt: list[int]
@@ -30,18 +30,18 @@ class Reading:
     how: How
 
 
-class Local:
+class LocalJudge:
     """Reads and judges the answers of one server."""
 
-    def __init__(self, model: Model, answers: Answers):
+    def __init__(self, model: Model, answers: ServerAnswers):
         if model.tokenizer is None:
             raise UsageError("the reference needs a tokenizer to read a server's answers")
         self.model, self.answers = model, answers
         self.tokenizer: Tokenizer = model.tokenizer
         self.judge = Judge(model.lm.reference())
 
-    def read(self, prompt: str, reply: Reply) -> Reading:
-        return Reading(self.prompt(prompt, reply), *self.tokens(reply))
+    def read(self, prompt: str, reply: Reply) -> AnswerReading:
+        return AnswerReading(self.prompt(prompt, reply), *self.tokens(reply))
 
     def tokens(self, reply: Reply) -> tuple[list[int], How]:
         """Ids as the server gives them, else tokens by their texts, else those of the whole text encoded again."""
@@ -67,7 +67,7 @@ class Local:
             out[text] = -1 if text in out else token
         return out
 
-    def with_end(self, reading: Reading, reply: Reply) -> Reading:
+    def with_end(self, reading: AnswerReading, reply: Reply) -> AnswerReading:
         """With the stop token that ended the answer, which most servers do not show."""
         stops = sorted(self.model.stop_tokens)
         if reply.finish_reason != "stop" or not stops or (reading.tokens and reading.tokens[-1] in stops):
@@ -75,7 +75,7 @@ class Local:
         logits = self.judge.reference.native(reading.prompt + reading.tokens, 1)[0]
         return replace(reading, tokens=[*reading.tokens, stops[int(logits[stops].argmax())]])
 
-    def logprobs(self, reading: Reading, reply: Reply) -> list[tuple[float, float]]:
+    def logprobs(self, reading: AnswerReading, reply: Reply) -> list[tuple[float, float]]:
         """Of the chosen tokens: ours, and the server's."""
         shown = reply.logprobs
         if not any(shown) or reading.how == "text":
@@ -85,7 +85,7 @@ class Local:
         asked = zip(ours, reading.tokens, shown, strict=True)
         return [(float(row[token]), theirs) for row, token, theirs in asked if theirs is not None]
 
-    def wrong(self, reading: Reading, index: int, sampler: Sampler) -> list[Divergence]:
+    def wrong(self, reading: AnswerReading, index: int, sampler: Sampler) -> list[Divergence]:
         """Tokens that the model itself would not choose; the server's rounding counts where it is the larger one."""
         found = self.judge.answer(Answer(reading.prompt, reading.tokens, sampler), index)
         return [self._weighed(divergence) for divergence in found]
@@ -110,7 +110,7 @@ class Local:
         return [pair for prompt, reply in asked for pair in self.logprobs(self.read(prompt, reply), reply)]
 
 
-def every_token(local: Local) -> Check:
+def every_token(local: LocalJudge) -> Check:
     """Every token of the greedy answers is the local model's own choice, in higher precision."""
     answers = local.answers
     found, tokens, ways = list[Divergence](), 0, set[How]()

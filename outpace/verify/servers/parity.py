@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from outpace.verify.records import Check, Divergence
-from outpace.verify.servers.answers import Answers
+from outpace.verify.servers.answers import ServerAnswers
 from outpace.verify.servers.client import Server, sampling_fields
 from outpace.verify.servers.compare import Pair, between, common_logprobs, equality, lag, rounding_of
-from outpace.verify.servers.local import Local
+from outpace.verify.servers.local import LocalJudge
 from outpace.verify.servers.reply import Reply
 
 MEAN, LARGEST = 0.05, 0.5  # differences of logprobs that 16-bit arithmetic explains
 
 
-def repeatable(answers: Answers) -> Check:
+def repeatable(answers: ServerAnswers) -> Check:
     """The same greedy request twice gives the same answer, on either server."""
     both = [answers.repeats, answers.plain_repeats]
     found = [d for repeats in both for d in _divergences(repeats, answers.drift)]
@@ -26,7 +26,7 @@ def repeatable(answers: Answers) -> Check:
     return replace(check, figures=check.figures | {"drift": answers.drift})
 
 
-def greedy_equals_off(answers: Answers) -> Check:
+def greedy_equals_off(answers: ServerAnswers) -> Check:
     """Greedy answers equal those without speculation."""
     check = _equal(answers, "greedy = off", answers.pairs, answers.unstable(answers.plain_repeats))
     on, off = _accepted(answers.first), _accepted(answers.plain)
@@ -39,7 +39,7 @@ def greedy_equals_off(answers: Answers) -> Check:
     return replace(check, summary=summary, figures=check.figures | {"accepted": on})
 
 
-def concurrent_equals_alone(answers: Answers) -> Check:
+def concurrent_equals_alone(answers: ServerAnswers) -> Check:
     """Greedy prompts that are sent at once get the answers that they get alone."""
     plan, unstable = answers.plan, answers.unstable(answers.repeats)
     rounds = -(-max(plan.concurrency, len(plan.prompts)) // len(plan.prompts))  # enough to fill every lane
@@ -52,7 +52,7 @@ def concurrent_equals_alone(answers: Answers) -> Check:
     return replace(check, divergences=found, figures=check.figures | {"concurrency": plan.concurrency})
 
 
-def logprobs(answers: Answers, local: Local | None) -> Check:
+def logprobs(answers: ServerAnswers, local: LocalJudge | None) -> Check:
     """Logprobs say something, greedy tokens are the likeliest by them, and they agree with those of the reference."""
     name, subject = "logprobs", answers.subject
     shown = [token for reply in answers.first for token in reply.tokens or [] if token.logprob is not None]
@@ -97,7 +97,7 @@ def agreement(pairs: list[tuple[float, float]]) -> tuple[bool, str, dict[str, fl
     return good, summary, {"compared": len(differences), "mean": mean, "largest": largest}
 
 
-def same_seed(answers: Answers) -> Check:
+def same_seed(answers: ServerAnswers) -> Check:
     """The same seed gives the same text again. That it is the text without speculation is more than must be."""
     name, subject, count = "same seed", answers.subject, len(answers.plan.prompts)
     on = _seeded(answers, answers.on)
@@ -126,7 +126,7 @@ def _accepted(replies: list[Reply]) -> int | None:
     return sum(said) if said else None
 
 
-def _seeded(answers: Answers, server: Server) -> list[str]:
+def _seeded(answers: ServerAnswers, server: Server) -> list[str]:
     plan = answers.plan
     fields = sampling_fields(plan.sampling) | {"max_tokens": plan.max_tokens}
     return [server.complete(p, **fields, seed=plan.sampling.seed + 1 + i).text for i, p in enumerate(plan.prompts)]
@@ -136,7 +136,7 @@ def _kept(first: list[str], again: list[str]) -> int:
     return sum(a == b for a, b in zip(first, again, strict=True))
 
 
-def _equal(answers: Answers, name: str, pairs: list[Pair], lost: set[int]) -> Check:
+def _equal(answers: ServerAnswers, name: str, pairs: list[Pair], lost: set[int]) -> Check:
     """Equality of the pairs, but for those that are lost because the server does not repeat itself."""
     note = f"; {len(lost)} left out, as the server does not repeat itself there" if lost else ""
     if len(lost) == len(pairs):

@@ -11,10 +11,10 @@ from outpace.sampling.processors import CountPenalty
 from outpace.sampling.sampler import Sampler
 from outpace.sampling.settings import Sampling
 from outpace.verify.records import Check, Verdict
-from outpace.verify.servers.answers import Answers
+from outpace.verify.servers.answers import ServerAnswers
 from outpace.verify.servers.client import HTTPFailure
 from outpace.verify.servers.compare import between, lag, rounding_of
-from outpace.verify.servers.local import Local
+from outpace.verify.servers.local import LocalJudge
 from outpace.verify.servers.reply import Reply
 
 HOT = {"temperature": 1.5}
@@ -29,11 +29,11 @@ Outcome = tuple[Verdict, str]
 
 
 @dataclass(frozen=True)
-class Settings:
+class SettingsCheck:
     """Each setting is tried on its own; a refusal is an answer too."""
 
-    answers: Answers
-    local: Local | None
+    answers: ServerAnswers
+    local: LocalJudge | None
 
     def all(self) -> dict[str, Callable[[], Check]]:
         tries: dict[str, Callable[[], Outcome]] = {

@@ -8,18 +8,18 @@ from functools import partial
 from outpace.api.model import Model
 from outpace.verify.records import Check
 from outpace.verify.servers import parity
-from outpace.verify.servers.answers import Answers, ServerPlan
+from outpace.verify.servers.answers import ServerAnswers, ServerPlan
 from outpace.verify.servers.client import HTTPFailure, Server
 from outpace.verify.servers.distribution import sampled_law
-from outpace.verify.servers.local import Local, every_token
-from outpace.verify.servers.settings import Settings
-from outpace.verify.suite import Question
+from outpace.verify.servers.local import LocalJudge, every_token
+from outpace.verify.servers.settings import SettingsCheck
+from outpace.verify.suite import PlannedCheck
 
 
-def server_questions(on: Server, off: Server | None, local: Model | None, plan: ServerPlan) -> list[Question]:
+def server_questions(on: Server, off: Server | None, local: Model | None, plan: ServerPlan) -> list[PlannedCheck]:
     """Next to a server without speculation, or the same one told so, or a local model, or both; alone it is less."""
-    answers = Answers(on, off, plan)
-    judge = None if local is None else Local(local, answers)
+    answers = ServerAnswers(on, off, plan)
+    judge = None if local is None else LocalJudge(local, answers)
     asked: dict[str, Callable[[], Check]] = {"repeatable": partial(parity.repeatable, answers)}
     if off is not None:
         asked["greedy = off"] = partial(parity.greedy_equals_off, answers)
@@ -29,9 +29,9 @@ def server_questions(on: Server, off: Server | None, local: Model | None, plan: 
     asked["same seed"] = partial(parity.same_seed, answers)
     if off is not None or judge is not None:
         asked["sampled law"] = partial(sampled_law, answers, judge)
-    asked |= Settings(answers, judge).all()
+    asked |= SettingsCheck(answers, judge).all()
     asked["concurrent = alone"] = partial(parity.concurrent_equals_alone, answers)
-    return [Question(on.base, name, partial(_guarded, on.base, name, ask)) for name, ask in asked.items()]
+    return [PlannedCheck(on.base, name, partial(_guarded, on.base, name, ask)) for name, ask in asked.items()]
 
 
 def _guarded(subject: str, name: str, ask: Callable[[], Check]) -> Check:
