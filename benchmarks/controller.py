@@ -71,7 +71,7 @@ class Simulated(ReplayLM):
     def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         outputs = []
         for job in jobs:
-            held = self.rows[job.row].tokens + job.pending + (job.tree.tokens[:1] if job.tree is not None else [])
+            held = self.slots[job.slot].tokens + job.pending + (job.tree.tokens[:1] if job.layout is not None else [])
             self.recording = next((t for t in self.texts if t.text[: len(held)] == held), None)
             outputs += super().forward([job], taps)
         return outputs

@@ -34,7 +34,7 @@ def passes(models: dict[str, outpace.Model], rounds: int) -> None:
     rows = {}
     for name, model in models.items():
         rows[name] = model.lm.acquire([])
-        model.lm.sync([[(7 * i) % 1000 for i in range(CONTEXT)]], [rows[name]])
+        model.lm.feed([[(7 * i) % 1000 for i in range(CONTEXT)]], [rows[name]])
     found: dict[tuple[str, int], list[float]] = {(name, size): [] for name in models for size in ROWS}
     for turn in range(rounds + 1):
         for name, size in found:

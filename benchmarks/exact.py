@@ -1,4 +1,4 @@
-"""What exact=True removes and what it costs: answers that leave plain decoding's, by dtype, alone and in a batch.
+"""What bitwise=True removes and what it costs: answers that leave plain decoding's, by dtype, alone and in a batch.
 
     python benchmarks/exact.py --dtype bfloat16 --dtype float16
 

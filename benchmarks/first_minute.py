@@ -29,7 +29,7 @@ COMMANDS: dict[str, list[str]] = {
         "-m", "outpace", "generate", QUESTION, "--max-tokens", "20", "--model", "smollm2-135m-instruct.gguf",
     ],
     "20 tokens, torch": ["-m", "outpace", "generate", QUESTION, "--max-tokens", "20"],
-    "20 tokens, torch, `--eager`": ["-m", "outpace", "generate", QUESTION, "--max-tokens", "20", "--eager"],
+    "20 tokens, torch, `--no-compile`": ["-m", "outpace", "generate", QUESTION, "--max-tokens", "20", "--no-compile"],
 }  # fmt: skip
 
 

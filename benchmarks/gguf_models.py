@@ -113,7 +113,7 @@ class Field:
     def _fresh(self) -> Model:
         assert isinstance(self.model.lm, LlamaLM)
         lm = LlamaLM(self.model.lm.file)  # the same weights, a cache of its own
-        return Model(lm, self.model.tokenizer, self.model.stop_tokens, self.model.name)
+        return Model(lm, self.model.tokenizer, self.model.stop_token_ids, self.model.name)
 
 
 @dataclass

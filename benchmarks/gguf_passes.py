@@ -48,7 +48,7 @@ class Theirs:
     """The same with llama.cpp's."""
 
     def __init__(self, path: Path):
-        self.context = usual(File(path, exact=False).model)
+        self.context = usual(File(path, bitwise=False).model)
         self.batch = library.LlamaBatch(n_tokens=2048, embd=0, n_seq_max=1)
 
     def decode(self, tokens: list[int], first: int) -> None:

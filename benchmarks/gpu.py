@@ -31,7 +31,7 @@ from outpace.core.drafter import Drafter
 from outpace.core.lm import DraftShape
 from outpace.core.sequence import Sequence
 from outpace.core.tree import Budget, Tree
-from outpace.models.compiled.cuda_graph import GraphLM
+from outpace.models.compiled.cuda_graph import GraphRunner
 from outpace.models.hf.int8 import quantize
 from outpace.sampling.sampler import Pick
 
@@ -101,13 +101,13 @@ def wall_seconds(work: Callable[[], object], rounds: int = 20) -> float:
 
 def choose(lm: Any, row: int, size: int) -> list[int]:
     """One greedy pass over a chain."""
-    return lm.score([Tree.chain(list(range(5, 5 + size)))], [row], picks=[Pick(0, 0.0)])[0].chosen.tokens
+    return lm.score([Tree.chain(list(range(5, 5 + size)))], [row], picks=[Pick(0, 0.0)])[0].picked.tokens
 
 
 def wrapped(model: LlamaForCausalLM) -> outpace.Model:
     start = time.perf_counter()
-    found = outpace.wrap(model, eager=False)
-    assert isinstance(found.lm, GraphLM), "the model runs eagerly"
+    found = outpace.wrap(model, compile=True)
+    assert isinstance(found.lm.runner, GraphRunner), "the model runs eagerly"
     gc.collect()
     gc.freeze()  # as the command line does
     atexit.register(gc.unfreeze)
@@ -119,11 +119,11 @@ def passes(shape: str, contexts: list[int], short: bool) -> None:
     model = build(shape, short)
     rate, weights = bandwidth(), weight_bytes(model)
     lm = wrapped(model).lm
-    assert isinstance(lm, GraphLM)
+    assert isinstance(lm.runner, GraphRunner)
     say(f"{shape}: {weights / 1e9:.2f} GB of weights, a copy runs at {rate / 1e12:.2f} TB/s")
     for context in contexts:
         row = lm.acquire([])
-        lm.sync([[(7 * i) % 1000 for i in range(context)]], [row])
+        lm.feed([[(7 * i) % 1000 for i in range(context)]], [row])
         limit = (weights + context * lm.cache.token_bytes) / rate
         say(f"context {context}: weights and cache once take {limit * 1e3:.2f} ms")
         first = 0.0
@@ -137,17 +137,19 @@ def passes(shape: str, contexts: list[int], short: bool) -> None:
             )
         lm.release(row)
         lm.clear()
-    say(f"graphs took {lm.capture_seconds:.1f} s, peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    say(f"graphs took {lm.runner.capture_seconds:.1f} s, peak memory {peak:.1f} GiB")
 
 
 def draft(short: bool) -> None:
     lm = wrapped(build("1b", short)).lm
-    assert isinstance(lm, GraphLM)
+    assert isinstance(lm.runner, GraphRunner)
     row = lm.acquire([])
-    lm.sync([[(7 * i) % 1000 for i in range(1024)]], [row])
+    lm.feed([[(7 * i) % 1000 for i in range(1024)]], [row])
 
     def chain(steps: int) -> float:
-        return wall_seconds(lambda: (lm.guess([row], [5], [DraftShape(steps)], [Pick(0, 0.0)]), lm.keep([[]], [row])))
+        shape, pick = [DraftShape(steps)], [Pick(0, 0.0)]
+        return wall_seconds(lambda: (lm.drafts.draft([row], [5], shape, pick), lm.keep([[]], [row])))
 
     few, many = chain(2), chain(10)
     say(f"1b draft: {(many - few) / 8 * 1e3:.3f} ms a token in a chain, {few * 1e3:.3f} ms for the first two")
@@ -223,7 +225,7 @@ def speculation(small: str, count: int) -> None:
         fast, per_pass, again = settled(model, given, tokens, Oracle({}, chance, depth), max_tokens=count)
         lm = model.lm
         row = lm.acquire(given[0])
-        lm.sync([given[0]], [row])
+        lm.feed([given[0]], [row])
         spent = wall_seconds(partial(choose, lm, row, depth + 1))
         lm.release(row)
         say(
@@ -246,7 +248,7 @@ def parting(model: outpace.Model, given: Texts, due: list[int], found: list[int]
 
 def batches(small: str, count: int, chances: list[float]) -> None:
     model = wrapped(grown(small))
-    model.max_rows = 64
+    model.max_batch = 64
     for size in (1, 4, 16, 64):
         given = batch(size)
         plain, _, tokens = max(rate(model, given, method="plain", max_tokens=count) for _ in range(RUNS))
@@ -272,7 +274,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 def sampling(small: str, count: int) -> None:
     """What it costs to leave tokens out before a choice, in plain decoding."""
     model = wrapped(grown(small))
-    model.max_rows = 64
+    model.max_batch = 64
     for size in (1, 16, 64):
         given = batch(size)
         for name, settings in SAMPLING.items():

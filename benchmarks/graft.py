@@ -153,7 +153,10 @@ def main() -> None:
     # Alternating, so that both halves have prompts of every task.
     prompts = [tasks.encode(prompt, model) for prompt in found[::2] + found[1::2]]
     text = compare(
-        model, slim_search.layered(model.lm, "the draft").slice(layer_search.parse(given.draft_layers)), prompts, given
+        model,
+        slim_search.layered(model.lm, "the draft").layers.slice(layer_search.parse(given.draft_layers)),
+        prompts,
+        given,
     )
     typer.echo(text)
     if given.update is not None:

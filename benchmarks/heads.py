@@ -63,7 +63,7 @@ def main(
     as_json: Annotated[Path | None, typer.Option("--json", help="Counts as a file.")] = None,
 ) -> None:
     target, small = outpace.load(model), outpace.load(draft) if draft else None
-    target.max_rows = rows
+    target.max_batch = rows
     found = tasks.load(prompts, limit=limit)
     names = list(dict.fromkeys(prompt.task for prompt in found))
     given: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}

@@ -71,7 +71,7 @@ def main(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
 ) -> None:
-    lm = outpace.load(model, device=device, dtype=dtype, eager=True)
+    lm = outpace.load(model, device=device, dtype=dtype, compile=False)
     asked = tasks.load(tasks=task, limit=limit + 1)
     firsts = {prompt.task: prompt for prompt in reversed(asked)}.values()
 
@@ -83,7 +83,7 @@ def main(
         )
 
     chosen, judged = probe(firsts), probe(prompt for prompt in asked if prompt not in firsts)
-    stack = lm.lm.stack
+    stack = lm.lm.layers.count
     layers = sorted({max(1, round(stack * i / (exits + 1))) for i in range(1, exits + 1)} | {stack - 1})
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("drafts", total=len(layers) + len(remove) + len(search))
@@ -109,7 +109,7 @@ def points(
     probes: Probes, exits: list[int], remove: list[int], search: list[int], done: Callable[[], object]
 ) -> Iterator[Point]:
     chosen, judged = probes.chosen, probes.judged
-    stack, share = judged.target.stack, judged.target.share
+    stack, share = judged.target.layers.count, judged.target.layers.cost_share
     for count in exits:
         yield Point("exit", spell(range(count)), count, share(count), judged.exit(count))
         done()

@@ -154,7 +154,7 @@ def main() -> None:
     model = outpace.load(given.model)
     draft: Model | LM | None = outpace.load(given.draft) if given.draft else None
     if given.draft_layers:
-        draft = slim_search.layered(model.lm, "the draft").slice(layer_search.parse(given.draft_layers))
+        draft = slim_search.layered(model.lm, "the draft").layers.slice(layer_search.parse(given.draft_layers))
     points = points_of(model, draft, tasks.load(None, given.task or ["math", "qa"], given.limit), given)
     typer.echo(table(points))
     if given.plot is not None:

@@ -74,7 +74,7 @@ def show(console: Console, lm: outpace.Model, runtime: str, name: str, prompt: s
     console.print(prompt, style="dim", markup=False)
     chat = [{"role": "user", "content": prompt}]
     for piece in lm.stream(chat, method=registry.method("auto"), max_tokens=TOKENS):
-        for text, drafted in piece.drafted:
+        for text, drafted in piece.spans:
             console.print(Text(text, style="green" if drafted else ""), end="", soft_wrap=True)
     console.print()
     spent: dict[str, list[float]] = {method: [] for method in METHODS}

@@ -229,11 +229,11 @@ def main(words: Seq[str] | None = None) -> list[dict[str, Any]]:
     given = arguments(words)
     if given.tiny:
         model = tiny()
-        lm, task, given.head = outpace.wrap(model, eager=True), evens, given.head or "random"
+        lm, task, given.head = outpace.wrap(model, compile=False), evens, given.head or "random"
     else:
         # `eager`: on a CPU compiled passes read copies of the weights in half the bytes, which training leaves behind.
         # `float32`: in bfloat16, which GPUs load otherwise, most updates would be rounded away.
-        lm, task = outpace.load(given.model, eager=True, dtype="float32"), counts
+        lm, task = outpace.load(given.model, compile=False, dtype="float32"), counts
         model = lm.lm.model  # type: ignore[attr-defined]
     rows = train(model, lm, task, given)
     if given.plot is not None:

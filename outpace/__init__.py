@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from outpace.api.model import Model
     from outpace.api.request import Request
     from outpace.api.rollouts import Rollout, rollout
-    from outpace.api.stream import Completion, Piece, Stream
+    from outpace.api.stream import Chunk, Completion, Stream
     from outpace.core.drafter import Drafter
     from outpace.core.engine import Engine
     from outpace.core.policy import Policy
@@ -32,7 +32,7 @@ _PLACES = {
     "api.model": ("Model",),
     "api.request": ("Request",),
     "api.rollouts": ("Rollout", "rollout"),
-    "api.stream": ("Completion", "Piece", "Stream"),
+    "api.stream": ("Completion", "Chunk", "Stream"),
     "core.drafter": ("Drafter",),
     "core.engine": ("Engine",),
     "core.policy": ("Policy",),
@@ -51,12 +51,12 @@ __all__ = [
     "POLICIES",
     "VERIFIERS",
     "Budget",
+    "Chunk",
     "Completion",
     "Drafter",
     "Engine",
     "Model",
     "OutpaceError",
-    "Piece",
     "Policy",
     "Request",
     "RequestFailed",

@@ -27,11 +27,11 @@ class RequestFailed(OutpaceError):
 
 
 class CacheFull(RequestFailed):
-    """The key-value cache has no room for what this row needs."""
+    """The key-value cache has no room for what this slot needs."""
 
-    def __init__(self, message: str, row: int):
+    def __init__(self, message: str, slot: int):
         super().__init__(message)
-        self.row = row
+        self.slot = slot
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UsageError:

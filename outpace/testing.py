@@ -1,4 +1,4 @@
-"""A float64 toy transformer, a byte tokenizer and a batch of requests: what every test of the loop runs on.
+"""A float64 toy transformer and a byte tokenizer: what tests of the loop run on, ours and those of plugins.
 
 `ToyLM` has no cache: it computes every node from scratch. So it is slow, it cannot be wrong about what a node sees, and
 a draft that shares its weights in part agrees with it in part.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outpace.core.lm import LM, Embeddings
+from outpace.core.lm import LM, Embeddings, MemoryNeed, Reference
+from outpace.core.tree import Tree
 from outpace.models.cacheless import CachelessLM
-from outpace.models.early_exit import EarlyLM
+from outpace.models.early_exit import EarlyExitLM
 from outpace.models.segment import Segment, SegmentOutput
 
 VOCAB = 64
@@ -23,9 +25,9 @@ VOCAB = 64
 class ToyLM(CachelessLM):
     """Embeddings, attention layers and a head at random weights; one with fewer layers shares those it has by seed."""
 
-    def __init__(self, layers: int = 2, seed: int = 0, vocab: int = VOCAB, context: int = 4096):
+    def __init__(self, layers: int = 2, seed: int = 0, vocab: int = VOCAB, max_length: int = 4096):
         super().__init__()
-        self.vocab, self.context, self.stack = vocab, context, layers
+        self.vocab, self.max_length = vocab, max_length
         generator = torch.Generator().manual_seed(seed)
 
         def weights(*shape: int) -> Tensor:
@@ -35,28 +37,19 @@ class ToyLM(CachelessLM):
         self.position = weights(64, 16) * 2
         self.head = weights(16, vocab) * 3
         self.qkvo = [weights(16, 64) for _ in range(layers)]
-        self.ends = Embeddings(self.embed, self.head.T)
+        self.identity = f"toy of {layers} layers and {vocab} tokens"
+        self.layers = ToyLayers(self)
+        self.states = ToyStates(self)
+        self.weights = ToyWeights(self)
 
-    def slice(self, layers: Seq[int], eager: bool = False) -> ToyLM:
-        part = copy.copy(self)
-        part.rows, part.stack, part.qkvo = [], len(layers), [self.qkvo[i] for i in layers]
-        return part
-
-    trial = slice
-
-    def early(self, layers: int) -> LM | None:
-        return EarlyLM(self, layers)
-
-    def begin(self, jobs: Seq[Segment], layers: int) -> list[SegmentOutput]:
-        part = self.slice(range(layers))
-        part.rows = self.rows
-        return part.forward(jobs, (layers,))
-
-    def run(self, tokens: list[int]) -> tuple[Tensor, list[Tensor]]:
-        """Logits and hidden states of every position."""  # [tokens, vocab], layers + 1 of [tokens, 16]
-        n = len(tokens)
-        x = self.embed[tokens] + self.position[torch.arange(n) % len(self.position)]
-        mask = torch.ones(n, n, dtype=torch.bool).tril()
+    def run(
+        self, tokens: list[int], positions: Seq[int] = (), mask: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Logits and hidden states of every position; a text unless positions and a mask say otherwise."""
+        n = len(tokens)  # [tokens, vocab], layers + 1 of [tokens, 16]
+        places = torch.tensor(positions or range(n), dtype=torch.long)
+        x = self.embed[tokens] + self.position[places % len(self.position)]
+        mask = torch.ones(n, n, dtype=torch.bool).tril() if mask is None else mask
         states = [x]
         for w in self.qkvo:
             q, k, v, o = (nn.functional.layer_norm(x, (16,)) @ w).chunk(4, dim=-1)
@@ -65,28 +58,100 @@ class ToyLM(CachelessLM):
             states.append(x)
         return nn.functional.layer_norm(x, (16,)) @ self.head, states
 
-    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
-        return [self._forward(job, taps) for job in jobs]
+    def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        return [self._forward(segment, taps) for segment in segments]
 
-    def _forward(self, job: Segment, taps: tuple[int, ...]) -> SegmentOutput:
-        row = self.rows[job.row]
-        held = (row.tokens + row.pending)[: job.start] + job.pending
-        paths = [held[: job.start + i + 1] for i in range(len(job.pending))]
-        if job.tree is not None:
-            nodes = range(job.since, len(job.tree))
-            paths += [held + [job.tree.tokens[n] for n in job.tree.path(node)] for node in nodes]
+    def _forward(self, segment: Segment, taps: tuple[int, ...]) -> SegmentOutput:
+        slot, layout = self.slots[segment.slot], segment.layout
+        held = (slot.tokens + slot.pending)[: segment.start] + segment.pending
+        if layout is not None and not isinstance(layout, Tree):
+            return self._forward_layout(segment, held)
+        paths = [held[: segment.start + i + 1] for i in range(len(segment.pending))]
+        if isinstance(layout, Tree):
+            nodes = range(segment.since, len(layout))
+            paths += [held + [layout.tokens[n] for n in layout.path(node)] for node in nodes]
         ran = [self.run(path) for path in paths]
-        logits = [logits[-1] for logits, _ in ran[len(job.pending) :]]
+        logits = [logits[-1] for logits, _ in ran[len(segment.pending) :]]
         hidden = {tap: torch.stack([states[tap][-1] for _, states in ran]) for tap in taps}
         return SegmentOutput(torch.stack(logits) if logits else None, hidden)
+
+    def _forward_layout(self, segment: Segment, held: list[int]) -> SegmentOutput:
+        """A layout in which tokens may see what comes after them: the whole of it at once, by its mask."""
+        layout = segment.layout
+        assert layout is not None and not segment.since
+        first, count = len(held), len(layout)
+        mask = torch.ones(first + count, first + count, dtype=torch.bool).tril()
+        mask[first:, first:] = layout.visible()
+        logits, _ = self.run(held + layout.tokens, [*range(first), *layout.positions(first)], mask)
+        return SegmentOutput(logits[first:], {})
 
     def native(self, tokens: list[int], count: int) -> Tensor:
         return self.run(tokens)[0][-count:]
 
     precise = native
 
-    def reference(self) -> ToyLM:
+    def reference(self) -> Reference:
         return self
+
+
+class ToyLayers:
+    """The layers of a toy, each of which can be left out."""
+
+    def __init__(self, lm: ToyLM):
+        self.lm, self.count = lm, len(lm.qkvo)
+
+    def slice(self, layers: Seq[int], compile: bool = True) -> ToyLM:
+        part = copy.copy(self.lm)
+        part.slots, part.qkvo = [], [self.lm.qkvo[i] for i in layers]
+        part.layers, part.states, part.weights = ToyLayers(part), ToyStates(part), ToyWeights(part)
+        return part
+
+    def early_exit(self, count: int) -> LM | None:
+        return EarlyExitLM(self.lm, count, self._first_layers)
+
+    def _first_layers(self, segments: Seq[Segment], count: int) -> list[SegmentOutput]:
+        part = self.slice(range(count))
+        part.slots = self.lm.slots
+        return part.forward(segments, (count,))
+
+    def cost_share(self, count: int) -> float:
+        return count / self.count
+
+    def reference(self, layers: Seq[int]) -> Reference:
+        return self.slice(layers)
+
+
+class ToyStates:
+    """The hidden states of a toy."""
+
+    def __init__(self, lm: ToyLM):
+        self.lm = lm
+        self.embeddings: Embeddings | None = Embeddings(lm.embed, lm.head.T)
+
+    def read(self, slot: int) -> Tensor | None:  # [tokens, taps]
+        return self.lm.hidden_states(self.lm.slots[slot])
+
+    def attach(self, head: Any) -> LM:
+        from outpace.models.hf.head_lm import HeadLM
+
+        return HeadLM.of_head(head)
+
+    def ready(self, head: Any) -> Any:
+        return head
+
+
+class ToyWeights:
+    """The weights of a toy."""
+
+    def __init__(self, lm: ToyLM):
+        self.lm, self.version = lm, 0
+
+    def changed(self) -> None:
+        self.lm.clear()
+        self.version += 1
+
+    def memory(self, tokens: int) -> MemoryNeed | None:
+        return None
 
 
 class ByteTokenizer:

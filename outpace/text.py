@@ -170,3 +170,10 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def first_difference(a: Seq[Any], b: Seq[Any]) -> int | None:
+    """Where two texts, or lists of tokens, part; None if they are the same."""
+    if len(a) == len(b) and all(x == y for x, y in zip(a, b, strict=True)):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

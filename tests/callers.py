@@ -78,7 +78,7 @@ def beside_others_that_stop(model: Model, requests: list[Request]) -> Texts:
             else:
                 unread.append(stream)
             try:
-                model.generate(Request(request.prompt, processors=[broken], max_tokens=4))
+                model.generate(Request(request.prompt, logits_processors=[broken], max_tokens=4))
             except ZeroDivisionError:
                 failures.append(i)
 
@@ -105,4 +105,4 @@ def check(model: Model, prompts: list[Any], settings: dict[str, Any], way: Way) 
     ]
     alone = [model.generate(request).tokens for request in requests]
     assert way(model, requests) == alone
-    assert not any(row.busy for row in model.lm.rows)  # type: ignore[attr-defined]
+    assert not any(row.busy for row in model.lm.slots)  # type: ignore[attr-defined]

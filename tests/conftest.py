@@ -66,7 +66,7 @@ def smollm2() -> Model:
 @pytest.fixture(scope="session")
 def smollm2_draft(smollm2: Model) -> LM:
     """The same model without four of its layers: often right, often wrong."""
-    return smollm2.lm.slice([i for i in range(30) if i not in (9, 12, 15, 18)])  # type: ignore[attr-defined]
+    return smollm2.lm.layers.slice([i for i in range(30) if i not in (9, 12, 15, 18)])  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,9 @@ from outpace.api.request import Request
 from outpace.core.engine import Engine
 from outpace.core.lm import Picked
 from outpace.core.tree import Tree
-from outpace.models.compiled.captured import GraphKey
-from outpace.models.compiled.run_ahead import LastPass, RunAhead, RunAheadGate
+from outpace.models.compiled.graph_pass import GraphKey
+from outpace.models.compiled.picks import RunAheadGate
+from outpace.models.compiled.run_ahead import LastPass, PassAhead
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.noise import gumbel
 from outpace.sampling.sampler import Pick
@@ -24,7 +25,7 @@ from outpace.testing import ToyLM
 from tests.conftest import settings_of
 
 PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5, [4, 4]]
-CAPTURED: Any = SimpleNamespace(size=GraphKey(2, 2))
+CAPTURED: Any = SimpleNamespace(key=GraphKey(2, 2))
 
 
 class Device(ToyLM):
@@ -35,54 +36,59 @@ class Device(ToyLM):
     def __init__(self) -> None:
         super().__init__()
         self._last: LastPass | None = None
-        self._sent = RunAhead()
+        self._sent = PassAhead()
+        self.run_ahead = self
         self.ran = self.begun = self.used = 0
 
-    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
-        outputs = self._sent.take(jobs, taps)
+    def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        outputs = self._sent.take(segments, taps)
         self.used += outputs is not None
         if outputs is None:
             self.ran += 1
-            outputs = [self._chosen(job, output) for job, output in zip(jobs, super().forward(jobs, taps), strict=True)]
-            self._last = LastPass(CAPTURED, jobs, outputs)
+            pairs = zip(segments, super().forward(segments, taps), strict=True)
+            outputs = [self._picked(segment, output) for segment, output in pairs]
+            self._last = LastPass(CAPTURED, segments, outputs)
         return outputs
 
-    def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
-        jobs = None if self._last is None else self._last.next(rows, picks)
-        if jobs is None or self._last is None:
+    def begin(self, slots: Seq[int], picks: Seq[Pick | None]) -> bool:
+        segments = None if self._last is None else self._last.next(slots, picks)
+        if segments is None or self._last is None:
             return False
         chosen = list[int]()  # at each token of the last pass; nobody looks at those of a prompt
-        for done, output in zip(self._last.jobs, self._last.outputs, strict=True):
-            chosen += [0] * len(done.pending) + (list(output.chosen.tokens) if output.chosen else [])
+        for done, output in zip(self._last.segments, self._last.outputs, strict=True):
+            chosen += [0] * len(done.pending) + (list(output.picked.tokens) if output.picked else [])
         outputs = []
-        for job in jobs:
-            row = self.rows[job.row]
-            assert row.tree is not None and job.tree is not None
-            fed = row.tokens + row.tree.tokens + [chosen[job.tree.tokens[0]]]
-            assert len(fed) == job.end
-            outputs.append(self._chosen(job, SegmentOutput(self.run(fed)[0][-1:], {})))
+        for segment in segments:
+            slot = self.slots[segment.slot]
+            assert slot.layout is not None
+            fed = slot.tokens + slot.layout.tokens + [chosen[segment.tree.tokens[0]]]
+            assert len(fed) == segment.end
+            outputs.append(self._picked(segment, SegmentOutput(self.run(fed)[0][-1:], {})))
         self.begun += 1
-        self._sent, self._last = RunAhead.of(self._last, jobs, outputs), LastPass(CAPTURED, jobs, outputs)
+        self._sent = PassAhead.after(self._last, segments, outputs)
+        self._last = LastPass(CAPTURED, segments, outputs)
         return True
 
-    def _chosen(self, job: Segment, output: SegmentOutput) -> SegmentOutput:
-        if job.pick is None or output.logits is None or job.pick.filters:
+    def _picked(self, segment: Segment, output: SegmentOutput) -> SegmentOutput:
+        pick = segment.pick
+        if pick is None or output.logits is None or pick.filters:
             return output
+        assert isinstance(output.logits, torch.Tensor)
         logits = output.logits.clone()
-        for i, position in enumerate(job.positions[len(job.pending) :]):
-            if job.pick.temperature:
-                noise = gumbel(torch.arange(self.vocab), job.pick.seed, position + 1)
-                logits[i] = (logits[i] / job.pick.temperature).double() + noise
-        return replace(output, chosen=Picked(logits.argmax(-1).tolist(), logits.amax(-1).tolist(), [1.0] * len(logits)))
+        for i, position in enumerate(segment.positions[len(segment.pending) :]):
+            if pick.temperature:
+                noise = gumbel(torch.arange(self.vocab), pick.seed, position + 1)
+                logits[i] = (logits[i] / pick.temperature).double() + noise
+        return replace(output, picked=Picked(logits.argmax(-1).tolist(), logits.amax(-1).tolist(), [1.0] * len(logits)))
 
-    def release(self, row: int) -> None:
-        self._sent.drop(row)
-        super().release(row)
+    def release(self, slot: int) -> None:
+        self._sent.drop(slot)
+        super().release(slot)
 
-    def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
-        for row in rows:
-            self._sent.drop(row)
-        super().sync(tokens, rows)
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
+        for slot in slots:
+            self._sent.drop(slot)
+        return super().feed(tokens, slots, limit)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -90,10 +96,10 @@ class Device(ToyLM):
 def test_texts_stay_the_same(method: str, temperature: float, toy: Model) -> None:
     device = Device()
     model = Model(device)
-    model.max_rows = 3  # one joins when another has left
+    model.max_batch = 3  # one joins when another has left
     lengths = [{"max_tokens": n, "temperature": temperature, "seed": n} for n in (20, 33, 7, 16)]
     expected = [toy.generate(p, method="plain", **s).tokens for p, s in zip(PROMPTS, lengths, strict=True)]
-    engine = Engine(device, max_rows=3)
+    engine = Engine(device, max_batch=3)
     seqs = [
         model.sequence(Request.of(p, {**settings_of(method, ToyLM(layers=1)), **s}))
         for p, s in zip(PROMPTS, lengths, strict=True)
@@ -116,9 +122,9 @@ def test_an_answer_that_stops_leaves_one_pass_unread(toy: Model) -> None:
     device = Device()
     text = toy.generate(PROMPTS[0], method="plain", max_tokens=20).tokens
     stop = text[9]
-    found = Model(device).generate(PROMPTS[0], method="plain", max_tokens=20, stop_tokens=[stop])
+    found = Model(device).generate(PROMPTS[0], method="plain", max_tokens=20, stop_token_ids=[stop])
     assert found.tokens == text[: text.index(stop) + 1]
-    assert device.begun == device.used + 1 and not device._sent.rows
+    assert device.begun == device.used + 1 and not device._sent.slots
 
 
 def test_a_row_with_another_text_gets_none_of_the_last_one(toy: Model) -> None:
@@ -126,7 +132,7 @@ def test_a_row_with_another_text_gets_none_of_the_last_one(toy: Model) -> None:
     device = Device()
     model = Model(device)
     text = toy.generate(PROMPTS[0], method="plain", max_tokens=4).tokens
-    model.generate(PROMPTS[0], method="plain", max_tokens=20, stop_tokens=[text[3]])
+    model.generate(PROMPTS[0], method="plain", max_tokens=20, stop_token_ids=[text[3]])
     other = [8] * (len(PROMPTS[0]) + 3) + [text[3]]
     again = model.generate(other, method="plain", max_tokens=6)
     assert again.tokens == toy.generate(other, method="plain", max_tokens=6).tokens
@@ -157,16 +163,16 @@ def test_jobs_are_known_only_behind_single_tokens() -> None:
     jobs = [Segment(4, 10, [1, 2], Tree([7]), pick=pick), Segment(2, 5, [], Tree.chain([1, 2]), pick=pick)]
     last = LastPass(CAPTURED, jobs, [chosen, chosen])
     (job,) = last.next([4], [pick]) or []
-    assert (job.row, job.start, job.tokens) == (4, 13, [2])  # its choice is the third of the pass
+    assert (job.slot, job.start, job.tokens) == (4, 13, [2])  # its choice is the third of the pass
     assert last.next([2], [pick]) is None and last.next([4, 9], [pick, pick]) is None
     assert last.next([4], [None]) is None
-    host = replace(chosen, chosen=Picked([3], [0.0], [1.0], there=False))  # the device has chosen something else
+    host = replace(chosen, picked=Picked([3], [0.0], [1.0], on_device=False))  # the device has chosen something else
     assert last._replace(outputs=[host, host]).next([4], [pick]) is None
 
 
 def test_passes_that_are_often_in_vain_are_no_longer_begun() -> None:
-    doubt, begun = RunAheadGate(), []
+    gate, begun = RunAheadGate(), []
     for now in range(60):
-        begun.append(doubt.next())
-        doubt.seen = now < 20
+        begun.append(gate.is_open())
+        gate.unsure = now < 20
     assert all(begun[:4]) and not any(begun[6:20]) and all(begun[-20:])

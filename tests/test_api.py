@@ -56,7 +56,7 @@ def test_ids_as_tensors_and_arrays(toy: Model) -> None:
 def test_nothing_runs_when_one_request_is_wrong(toy: Model) -> None:
     with pytest.raises(UsageError, match="vocabulary"):
         toy.generate([[1, 2], [3, 999]])
-    assert not any(row.busy for row in toy.lm.rows)  # type: ignore[attr-defined]
+    assert not any(row.busy for row in toy.lm.slots)  # type: ignore[attr-defined]
 
 
 def test_a_request_carries_its_own_settings(toy: Model) -> None:
@@ -120,9 +120,9 @@ def test_stream_pieces_are_the_text() -> None:
     pieces = list(model.stream("hello", method="recycling", max_tokens=40))
     assert "".join(p.text for p in pieces) == done.text
     assert [t for p in pieces for t in p.tokens] == done.tokens
-    assert all("".join(text for text, _ in p.drafted) == p.text for p in pieces)
+    assert all("".join(text for text, _ in p.spans) == p.text for p in pieces)
     assert pieces[-1].completion == done or pieces[-1].completion.tokens == done.tokens
-    assert any(drafted for p in pieces for _, drafted in p.drafted)
+    assert any(drafted for p in pieces for _, drafted in p.spans)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ class StopAfter(StoppingCriteria):
 def test_custom_generate_returns_what_generate_returns(name: str, llama: LlamaForCausalLM, toy_draft: LM) -> None:
     ids = torch.tensor([[0, 0, 3, 4, 5], [1, 2, 3, 4, 5]])
     inputs = {"input_ids": ids, "attention_mask": (ids != 0).long(), "max_new_tokens": 30, "do_sample": False}
-    draft = outpace.wrap(llama).lm.slice([0])  # type: ignore[attr-defined]
+    draft = outpace.wrap(llama).lm.layers.slice([0])  # type: ignore[attr-defined]
     ours = outpace.custom_generate(**settings_of(name, draft))
     for extra in ({}, {"repetition_penalty": 1.3}, {"stopping_criteria": StoppingCriteriaList([StopAfter()])}):
         want = llama.generate(**inputs, **extra)

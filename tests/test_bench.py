@@ -26,12 +26,12 @@ from outpace.bench.specs import MethodSpec, specs
 from outpace.bench.summary import Interval, speedup, summarize
 from outpace.cli import bench as command, checks
 from outpace.cli.common import app
-from outpace.core.sequence import first_difference
 from outpace.core.stats import Stats
 from outpace.errors import OutpaceError, UsageError
 from outpace.prompts import tasks
 from outpace.sampling.settings import Sampling
 from outpace.testing import ByteTokenizer, ToyLM
+from outpace.text import first_difference
 from outpace.tracing import trace
 from tests.tiny_models import build
 
@@ -188,7 +188,7 @@ def test_a_plan_refuses_what_cannot_be() -> None:
     for wrong in ({"batches": (0,)}, {"contexts": (0,)}, {"limit": 0}, {"max_tokens": 0}, {"temperatures": (-1.0,)}):
         with pytest.raises(UsageError):
             BenchPlan(**wrong)  # type: ignore[arg-type]
-    small = Model(ToyLM(vocab=257, context=16), ByteTokenizer())
+    small = Model(ToyLM(vocab=257, max_length=16), ByteTokenizer())
     with pytest.raises(UsageError, match="lower --max-tokens or --context"):
         planning.ask(BenchPlan(("qa",)), small, tasks.load(None, ["qa"]), lambda: None)
 
@@ -234,7 +234,7 @@ def test_the_caches_are_empty_before_each_run(monkeypatch: pytest.MonkeyPatch) -
 
     def spy(lm: ToyLM) -> None:
         clear(lm)
-        held.append(sum(len(row.tokens) for row in lm.rows))
+        held.append(sum(len(row.tokens) for row in lm.slots))
 
     monkeypatch.setattr(ToyLM, "clear", spy)
     contestant = OutpaceContestant(model, MethodSpec.parse("draft:depth=3"), draft)
@@ -309,7 +309,7 @@ def test_transformers_answers_as_plain_decoding() -> None:
 def test_answers_of_transformers_end_with_the_stop_token() -> None:
     model = wrap(build("llama", num_key_value_heads=2))
     long = TransformersContestant("x", model).run([[5, 6, 7]], AnswerSettings(8)).tokens[0]
-    model.stop_tokens = frozenset([long[2]])
+    model.stop_token_ids = frozenset([long[2]])
     end = long.index(long[2]) + 1
     prompts = [[5, 6, 7], [9, 10]]
     found = TransformersContestant("x", model).run(prompts, AnswerSettings(8)).tokens

@@ -16,8 +16,9 @@ from outpace.drafting.linked_heads import LinkedLM
 from outpace.drafting.model_drafter import ModelDrafter
 from outpace.errors import CacheFull
 from outpace.heads import store
-from outpace.models.compiled.cpu import CompiledLM
+from outpace.models.compiled.cpu import CpuRunner
 from outpace.models.compiled.draft_tree import DraftTrees
+from outpace.models.compiled.runner import CompiledRunner
 from outpace.models.kernels import cpu
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick
@@ -73,7 +74,7 @@ def test_trees_are_those_that_are_grown_level_by_level(
     alone, count = list(grown), len(calls)
     grown.clear()
     assert {1, 3} <= set(calls)
-    monkeypatch.setattr(CompiledLM, "guess", lambda *given: None)
+    monkeypatch.setattr(CompiledRunner, "draft", lambda *given: None)
     target.clear_cache()
     again = [target.generate(PROMPTS, **given), target.generate(PROMPTS[0], **given)]
     assert len(calls) == count and len(grown) == len(alone)
@@ -100,7 +101,7 @@ def test_trees_of_linked_slots(kind: str, device: str, grown: list[Tree], monkey
     quickly = list(grown)
     grown.clear()
     target.clear_cache()
-    monkeypatch.setattr(LinkedLM, "guess", lambda *given: None)
+    monkeypatch.setattr(LinkedLM, "draft", lambda *given: None)
     again = [target.generate(PROMPTS, **given), [target.generate(PROMPTS[0], **given)]]
     assert [[c.tokens for c in batch] for batch in again] == [[c.tokens for c in batch] for batch in answers]
     assert len(grown) == len(quickly) > 10
@@ -112,14 +113,14 @@ def test_what_a_tree_was_fed_is_kept_where_it_turns_out_right() -> None:
     """A draft that is the target itself: the next pass feeds it only what its tree did not hold."""
     target = shared("llama")
     lm = fast("llama").lm
-    assert isinstance(lm, CompiledLM)
-    fed, quickly = list[int](), lm.quickly
+    assert isinstance(lm.runner, CpuRunner)
+    fed, compiled = list[int](), lm.runner.compiled_pass
 
     def counted(jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         fed.extend(len(job.tokens) for job in jobs)
-        return quickly(jobs, taps)
+        return compiled(jobs, taps)
 
-    lm.quickly = counted  # type: ignore[method-assign]
+    lm.runner.compiled_pass = counted  # type: ignore[method-assign]
     done = target.generate(PROMPTS[0], method="draft:width=2,depth=4,nodes=8", draft=Model(lm), max_tokens=21)
     assert done.stats.matched == done.stats.offered and done.stats.passes > 2
     assert max(fed[1:]) <= 2  # the last guess, which was not fed, and the root
@@ -127,12 +128,12 @@ def test_what_a_tree_was_fed_is_kept_where_it_turns_out_right() -> None:
 
 def test_where_trees_are_grown_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = fast("llama").lm
-    assert isinstance(lm, CompiledLM)
+    assert isinstance(lm.runner, CpuRunner)
     row = lm.acquire([])
-    lm.sync([PROMPTS[1]], [row])
+    lm.feed([PROMPTS[1]], [row])
 
     def guess(shape: DraftShape, pick: Pick = GREEDY) -> list[list[DraftToken]] | None:
-        return lm.guess([row], [4], [shape], [pick])
+        return lm.drafts.draft([row], [4], [shape], [pick])
 
     assert [len(found) for shape in (DraftShape(3, 2, 5), DraftShape(1, 2, 5)) for found in guess(shape) or []] == [
         5,
@@ -152,10 +153,10 @@ def test_where_trees_are_grown_from_outside(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch, pytest.raises(CacheFull):  # the engine then goes on without guesses
         patch.setattr(lm, "reserve", full)
         guess(DraftShape(3, 2, 5))
-    assert lm.most_tokens  # and nothing was given up
+    assert lm.runner.most_tokens  # and nothing was given up
 
     def broken(*given: Any) -> None:
         raise RuntimeError("the compiler stumbles")
 
     monkeypatch.setattr(DraftTrees, "grow", broken)
-    assert guess(DraftShape(3, 2, 5)) is None and not lm.most_tokens  # eagerly from now on
+    assert guess(DraftShape(3, 2, 5)) is None and not lm.runner.most_tokens  # eagerly from now on

@@ -421,13 +421,13 @@ def test_a_draft_that_makes_chains_by_itself(way: str) -> None:
     class Chaining(Reciter):
         made = 0
 
-        def guess(
+        def draft(
             self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
         ) -> list[list[DraftToken]]:
             self.made += 1
             chains, steps = [], max(shape.depth for shape in shapes)
             for row, token in zip(rows, tokens, strict=True):
-                said = [*self.rows[row].tokens, *self.rows[row].pending, token]
+                said = [*self.slots[row].tokens, *self.slots[row].pending, token]
                 for _ in range(steps):
                     said.append(self.following(said))
                 chains.append([DraftToken(token, 0.9, i - 1) for i, token in enumerate(said[-steps:])])
@@ -435,6 +435,7 @@ def test_a_draft_that_makes_chains_by_itself(way: str) -> None:
 
     tokenizer, target = KINDS["sentencepiece"](), reciting("tiktoken", TEXT)
     lm = Chaining(tokenizer, TEXT)
+    lm.drafts = lm
     given = {"max_tokens": 30, "ignore_eos": True}
     plain = tokens_of(target.generate([TEXT[:20], TEXT[:40]], method="plain", **given))
     method = {"method": "draft", "draft": Model(lm, tokenizer), "align": way}
@@ -529,18 +530,18 @@ def test_neither_model_nor_tokenizer_is_changed() -> None:
 def test_a_draft_whose_context_is_short() -> None:
     class Short(ToyLM):
         def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
-            assert all(max(job.positions) < self.context for job in jobs)
+            assert all(max(job.positions) < self.max_length for job in jobs)
             return super().forward(jobs, taps)
 
     target = random_model("tiktoken")
     prompt = " ".join(CORPUS)[:300]
     plain = target.generate(prompt, method="plain", max_tokens=20).tokens
     tokenizer = KINDS["sentencepiece"]()
-    other = Model(Short(layers=1, vocab=len(tokenizer), context=100), tokenizer)
+    other = Model(Short(layers=1, vocab=len(tokenizer), max_length=100), tokenizer)
     for way in WAYS:
         found = target.generate(prompt, method="draft", draft=other, align=way, max_tokens=20)
         assert found.tokens == plain and found.stats.drafted > 0
-    same = Short(layers=1, vocab=target.lm.vocab, context=100)
+    same = Short(layers=1, vocab=target.lm.vocab, max_length=100)
     assert target.generate(prompt, method="draft", draft=same, max_tokens=20).tokens == plain
 
 

@@ -30,7 +30,7 @@ from outpace.core.tree import Tree
 from outpace.errors import UsageError
 from outpace.models.adapt import adapt
 from outpace.models.hf.cache import FIRST_CAPACITY
-from outpace.models.hf.lm import PackedLM
+from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.snapshot import SnapshotLM
 from outpace.models.slots import CHUNK, RIDE, SlotLM
 
@@ -124,9 +124,9 @@ class Checked:
         return tree.path(self.random.randrange(len(tree)))
 
     def acquire(self, tokens: list[int]) -> int:
-        row = self.lm.acquire(tokens, self.taps)
+        row = self.lm.acquire(tokens, taps=self.taps)
         assert row not in self.held
-        self.sync(row, tokens)
+        self.feed(row, tokens)
         return row
 
     def release(self, row: int) -> None:
@@ -134,8 +134,8 @@ class Checked:
         del self.held[row]
         self.trees.pop(row, None)
 
-    def sync(self, row: int, tokens: list[int]) -> None:
-        self.lm.sync([tokens], [row])
+    def feed(self, row: int, tokens: list[int]) -> None:
+        self.lm.feed([tokens], [row])
         self.held[row] = list(tokens)
         self.trees.pop(row, None)
 
@@ -148,7 +148,7 @@ class Checked:
         wanted = reference(self.name, texts, self.taps)
         for i, (row, tree, found) in enumerate(zip(rows, trees, scores, strict=True)):
             first = since[i] if since is not None else 0
-            assert found.logits.shape == (len(tree) - first, VOCAB)
+            assert found.logits.all().shape == (len(tree) - first, VOCAB)
             self.trees[row] = tree
             for (owner, leaf), (logits, hidden) in zip(leaves, wanted, strict=True):
                 if owner is not tree:
@@ -170,13 +170,13 @@ class Checked:
         rows = list(self.held)
         self.random.shuffle(rows)
         for row in [*self.trees]:
-            self.sync(row, self.held[row])
+            self.feed(row, self.held[row])
         if rows:
             self.score(rows, [Tree([self.token()]) for _ in rows])
         for row in rows:
-            assert self.lm.rows[row].tokens == self.held[row]
+            assert self.lm.slots[row].tokens == self.held[row]
             if self.taps and self.held[row]:
-                hidden = self.lm.hidden(row)
+                hidden = self.lm.states.read(row)
                 assert hidden is not None
                 same(hidden, reference(self.name, [self.held[row]], self.taps)[0][1])
         self.keep(rows, [[] for _ in rows])
@@ -219,7 +219,7 @@ def test_score_keep_score_is_a_fresh_prefill(name: str, random: Random) -> None:
     fresh = Checked(name, random)
     fresh.acquire(checked.held[row])
     tree = checked.tree()
-    one, two = checked.lm.score([tree], [row])[0].logits, fresh.lm.score([tree], [0])[0].logits
+    one, two = checked.lm.score([tree], [row])[0].logits.all(), fresh.lm.score([tree], [0])[0].logits.all()
     same(one, two)
 
 
@@ -241,7 +241,7 @@ def test_drafters_grow_trees_and_sync_to_what_was_accepted(name: str, random: Ra
     checked = Checked(name, random)
     row = checked.acquire(checked.text(random.randint(0, 20)))
     for _ in range(4):
-        checked.sync(row, drafts(checked, row, random.randint(1, 4)))
+        checked.feed(row, drafts(checked, row, random.randint(1, 4)))
     checked.check()
 
 
@@ -262,7 +262,7 @@ def test_rows_of_a_draft_grow_together(name: str, random: Random) -> None:
                 checked.sprout(trees[row])
         active = [row for row in active if len(trees[row]) > since[row] and random.random() < 0.7]
     for row, tree in trees.items():
-        checked.sync(row, checked.held[row] + [tree.tokens[node] for node in checked.path(tree)])
+        checked.feed(row, checked.held[row] + [tree.tokens[node] for node in checked.path(tree)])
     checked.check()
 
 
@@ -276,7 +276,7 @@ def test_sync_crops_feeds_and_drops_what_was_provisional(name: str, random: Rand
         if random.random() < 0.5:
             checked.score([row], [checked.tree()])  # provisional: nothing of it is kept, unless it happens to be right
         start = random.randint(0, len(checked.held[row]))
-        checked.sync(row, checked.held[row][:start] + checked.text(random.choice([0, 1, 5, RIDE + 3])))
+        checked.feed(row, checked.held[row][:start] + checked.text(random.choice([0, 1, 5, RIDE + 3])))
     checked.check()
 
 
@@ -298,7 +298,7 @@ def test_rows_come_and_go_and_share_prefixes(name: str, random: Random) -> None:
             rounds(checked, [row], 1)
         prompts.append(list(checked.held[row]))
     checked.check()
-    assert len(checked.lm.rows) <= 9
+    assert len(checked.lm.slots) <= 9
 
 
 @packed
@@ -308,14 +308,14 @@ def test_a_prefix_that_a_running_row_knows_is_copied_not_computed(name: str) -> 
     first = checked.acquire(text)
     row = checked.lm.acquire([*text[:30], 1, 2])
     known = 30 if text[30] != 1 else 31
-    assert row != first and checked.lm.rows[row].tokens == text[:known]
+    assert row != first and checked.lm.slots[row].tokens == text[:known]
     checked.held[row] = [*text[:30], 1, 2]
-    checked.lm.sync([checked.held[row]], [row])
+    checked.lm.feed([checked.held[row]], [row])
     checked.check()
     checked.release(first)
     checked.release(row)
     assert checked.acquire([*text[:35], 3]) == first  # a free row that knows the most is taken as it is
-    assert checked.lm.rows[first].tokens == text[:35]
+    assert checked.lm.slots[first].tokens == text[:35]
     checked.check()
 
 
@@ -328,7 +328,7 @@ def test_hidden_states_follow_the_tokens(name: str, random: Random) -> None:
     rows = [checked.acquire(base[: random.randint(0, 20)] + checked.text(random.randint(0, 3))) for _ in range(3)]
     for _ in range(2):
         rounds(checked, rows[:2], 1)
-        checked.sync(rows[2], drafts(checked, rows[2], random.randint(1, 3)))
+        checked.feed(rows[2], drafts(checked, rows[2], random.randint(1, 3)))
     checked.release(rows[0])
     checked.acquire(checked.held[rows[1]][: random.randint(0, 20)] + checked.text(2))
     checked.check()
@@ -348,7 +348,7 @@ def test_long_prompts_run_in_chunks_and_the_cache_grows_under_running_rows(name:
     checked = Checked(name, Random(3))
     first = checked.acquire(checked.text(FIRST_CAPACITY - 3))
     rounds(checked, [first], 3)  # over the first capacity while it runs
-    checked.lm.chunk = 100
+    checked.lm.runner.chunk = 100
     rows = [first, *(checked.acquire(checked.text(length)) for length in (2 * FIRST_CAPACITY + 5, 3, RIDE))]
     rounds(checked, rows, 2)
     checked.check()
@@ -372,10 +372,10 @@ def test_everything_in_any_order(name: str, random: Random) -> None:
             rounds(checked, random.sample(rows, random.randint(1, len(rows))), 1)
         elif action == "draft":
             row = random.choice(rows)
-            checked.sync(row, drafts(checked, row, random.randint(1, 4)))
+            checked.feed(row, drafts(checked, row, random.randint(1, 4)))
         elif action == "crop":
             row = random.choice(rows)
-            checked.sync(row, checked.held[row][: random.randint(0, len(checked.held[row]))])
+            checked.feed(row, checked.held[row][: random.randint(0, len(checked.held[row]))])
         else:
             checked.release(random.choice(rows))
     checked.check()
@@ -449,14 +449,14 @@ def test_the_users_model_is_not_touched() -> None:
     rounds(checked, [checked.acquire(checked.text(9))], 2)
     assert ours.config._attn_implementation == implementation
     assert torch.equal(reference("llama", [range(9)])[0][0], before)
-    assert isinstance(checked.lm, PackedLM)
+    assert isinstance(checked.lm, TransformersLM)
     assert next(checked.lm.view.parameters()).data_ptr() == next(ours.parameters()).data_ptr()
 
 
 def test_a_model_that_scores_chains_refuses_a_tree() -> None:
     lm = adapted("native")
     row = lm.acquire([1, 2])
-    lm.sync([[1, 2]], [row])
+    lm.feed([[1, 2]], [row])
     with pytest.raises(UsageError, match="only score chains"):
         lm.score([Tree([1, 2, 3], [-1, 0, 0])], [row])
 
@@ -469,7 +469,7 @@ NUMBERS = r"room for \d+ tokens of this request and it needs \d+: [\d.]+ MiB, wi
 
 def small(rows: int, capacity: int = FIRST_CAPACITY) -> Model:
     """A model whose cache may hold so many rows of so many tokens."""
-    return wrap(model("llama"), cache_limit=rows * capacity * TOKEN_BYTES)
+    return wrap(model("llama"), kv_cache_bytes=rows * capacity * TOKEN_BYTES)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -493,7 +493,7 @@ def answers() -> list[list[int]]:
 
 def bounded(served: Model) -> bool:
     lm = served.lm
-    assert isinstance(lm, PackedLM) and lm.cache.limit is not None
+    assert isinstance(lm, TransformersLM) and lm.cache.limit is not None
     return lm.cache.nbytes <= lm.cache.limit
 
 

@@ -72,7 +72,7 @@ def test_an_int8_draft_changes_no_answer(smollm2: object, monkeypatch: pytest.Mo
         return quantize(model)
 
     monkeypatch.setattr("outpace.models.hf.int8.quantize", watched)
-    given = ["generate", "Name three colours.", "--max-tokens", "16", "--json", "--eager", "--method"]
+    given = ["generate", "Name three colours.", "--max-tokens", "16", "--json", "--no-compile", "--method"]
     plain, drafted = (
         json.loads(runner.invoke(app, [*given, *method]).stdout)
         for method in (["plain"], ["draft", "--draft", SMOLLM2, "--quantize-draft", "int8"])
@@ -299,6 +299,17 @@ def test_a_run_can_be_traced_and_shown(smollm2: object, tmp_path: Path) -> None:
 
 def test_a_command_ends_without_a_word_of_what_libraries_hold() -> None:
     """Some report at the end whatever was not freed, and what the collector was told to leave alone would be that."""
-    command = [sys.executable, "-m", "outpace", "generate", "--method", "plain", "--max-tokens", "4", "--eager", "Hi."]
+    command = [
+        sys.executable,
+        "-m",
+        "outpace",
+        "generate",
+        "--method",
+        "plain",
+        "--max-tokens",
+        "4",
+        "--no-compile",
+        "Hi.",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() and "leaked" not in done.stderr and len(done.stderr.splitlines()) < 5

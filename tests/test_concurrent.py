@@ -138,7 +138,7 @@ def test_a_dropped_stream_is_cancelled(toy: Model) -> None:
     del stream
     gc.collect()
     toy.worker.call(lambda: None)
-    assert toy.engine.idle and not any(row.busy for row in toy.lm.rows)  # type: ignore[attr-defined]
+    assert toy.engine.idle and not any(row.busy for row in toy.lm.slots)  # type: ignore[attr-defined]
 
 
 def test_closing_from_another_thread_ends_the_reader(toy: Model) -> None:
@@ -200,7 +200,7 @@ def test_an_error_in_one_callers_drafter_is_that_callers(where: str, toy: Model)
         with pytest.raises(IndexError if where == "token" else ZeroDivisionError):
             bad.result()
         assert [f.result().tokens for f in good] == expected
-    assert toy.engine.idle and not any(row.busy for row in toy.lm.rows)  # type: ignore[attr-defined]
+    assert toy.engine.idle and not any(row.busy for row in toy.lm.slots)  # type: ignore[attr-defined]
 
 
 def test_a_target_that_breaks_fails_who_was_in_the_pass_and_goes_on() -> None:
@@ -228,7 +228,7 @@ def test_a_model_cannot_be_used_by_the_code_that_it_calls(toy: Model) -> None:
         toy.generate([1], max_tokens=1)
 
     with pytest.raises(UsageError, match="in the middle of a pass"):
-        toy.generate([1, 2], processors=[again], max_tokens=4)
+        toy.generate([1, 2], logits_processors=[again], max_tokens=4)
 
 
 def test_a_trace_that_cannot_be_written_is_its_readers_error(toy: Model, tmp_path: Any) -> None:
@@ -337,7 +337,7 @@ class Anything(RuleBasedStateMachine):
         super().__init__()
         self.target = self.lm()
         self.model = Model(self.target)
-        self.engine = Engine(self.target, max_rows=3)
+        self.engine = Engine(self.target, max_batch=3)
         self.draft = ToyLM(layers=1)
         self.requests: list[tuple[Sequence, int, float]] = []
 
@@ -370,10 +370,10 @@ class Anything(RuleBasedStateMachine):
 
     @invariant()
     def no_slot_is_lost(self) -> None:
-        busy = [i for i, row in enumerate(self.target.rows) if row.busy]
-        assert busy == sorted(seq.row for seq in self.engine.running if seq.row is not None)
+        busy = [i for i, row in enumerate(self.target.slots) if row.busy]
+        assert busy == sorted(seq.slot for seq in self.engine.running if seq.slot is not None)
         drafting = sum(bool(seq.drafter.models()) for seq in self.engine.running)
-        assert sum(row.busy for row in self.draft.rows) <= drafting
+        assert sum(row.busy for row in self.draft.slots) <= drafting
 
     @invariant()
     def every_text_is_its_own(self) -> None:
@@ -386,7 +386,7 @@ class Anything(RuleBasedStateMachine):
         for _ in self.engine.run():
             pass
         self.every_text_is_its_own()
-        assert not any(row.busy for row in [*self.target.rows, *self.draft.rows])
+        assert not any(row.busy for row in [*self.target.slots, *self.draft.slots])
 
 
 class AnythingOverlapping(Anything):

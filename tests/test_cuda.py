@@ -9,9 +9,8 @@ import torch
 
 import outpace
 from outpace.api.model import Model
-from outpace.drafting.slim_search import Layered
 from outpace.errors import UnsupportedModel
-from outpace.models.compiled.cuda_graph import GraphLM
+from outpace.models.compiled.cuda_graph import GraphRunner
 from tests.callers import WAYS, Way, check
 from tests.conftest import LOSSLESS as METHODS, settings_of
 from tests.tiny_models import MODELS
@@ -22,8 +21,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0, "top_p": 0.95, "seed": 3},
     "constrained": {
-        "repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {3: 2.0}, "banned": [[4], [1, 2]],
-        "min_tokens": 10, "stop_tokens": [7], "temperature": 0.8, "top_k": 30, "logprobs": 3,
+        "repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {3: 2.0}, "bad_words": [[4], [1, 2]],
+        "min_tokens": 10, "stop_token_ids": [7], "temperature": 0.8, "top_k": 30, "logprobs": 3,
     },
 }  # fmt: skip
 
@@ -42,12 +41,12 @@ def pair(request: pytest.FixtureRequest) -> tuple[Model, Model]:
 def test_gpu_equals_cpu(name: str, setting: str, pair: tuple[Model, Model]) -> None:
     cpu, gpu = pair
     given = {"max_tokens": 24, **SETTINGS[setting]}
-    draft = gpu.lm.slice([0, 1]) if gpu.lm.trees else gpu.lm  # type: ignore[attr-defined]
+    draft = gpu.lm.layers.slice([0, 1]) if gpu.lm.trees else gpu.lm  # type: ignore[attr-defined]
     want = [c.tokens for c in cpu.generate(PROMPTS, method="plain", **given)]
     try:
         found = gpu.generate(PROMPTS, **settings_of(name, draft), **given)
     except UnsupportedModel:  # the only reason for which a method may refuse a model
-        assert not isinstance(gpu.lm, Layered)
+        assert not gpu.lm.trees  # it keeps a state of its own
         return
     assert [c.tokens for c in found] == want
 
@@ -57,13 +56,13 @@ def test_verifiers_run(verifier: str, pair: tuple[Model, Model]) -> None:
     _, gpu = pair
     if gpu.lm.trees:
         given = {"verifier": verifier, "temperature": 0.9, "max_tokens": 16, "width": 2}
-        found = gpu.generate(PROMPTS, **settings_of("draft", gpu.lm.slice([0, 1])), **given)  # type: ignore[attr-defined]
+        found = gpu.generate(PROMPTS, **settings_of("draft", gpu.lm.layers.slice([0, 1])), **given)  # type: ignore[attr-defined]
         assert [len(c.tokens) for c in found] == [16] * 3
 
 
 def test_out_of_memory_fails_one_request() -> None:
     model = MODELS["llama"]().cuda()
-    lm = outpace.wrap(model, cache_limit=2**16)
+    lm = outpace.wrap(model, kv_cache_bytes=2**16)
     short, long = lm.generate([[1, 2], list(range(50)) * 20], method="ngram", max_tokens=8)
     assert short.finish_reason == "length" and long.finish_reason == "error"
 
@@ -71,9 +70,9 @@ def test_out_of_memory_fails_one_request() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_exact_passes_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    lm = outpace.wrap(MODELS["llama"]().to("cuda", dtype), exact=True)
+    lm = outpace.wrap(MODELS["llama"]().to("cuda", dtype), bitwise=True)
     given = {"max_tokens": 32, "logprobs": 0}
-    draft = lm.lm.slice([0, 1])  # type: ignore[attr-defined]
+    draft = lm.lm.layers.slice([0, 1])  # type: ignore[attr-defined]
     plain = [lm.generate(prompt, method="plain", **given).logprobs for prompt in PROMPTS]
     assert [c.logprobs for c in lm.generate(PROMPTS, **settings_of(name, draft), **given)] == plain
 
@@ -81,8 +80,8 @@ def test_exact_passes_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
 @pytest.fixture(scope="module")
 def graphs() -> Model:
     """Float32, so that near ties do not happen; passes are CUDA graphs that begin before the last one was read."""
-    model = outpace.wrap(MODELS["llama"]().float().cuda(), eager=False)
-    assert isinstance(model.lm, GraphLM) and model.lm.most_tokens
+    model = outpace.wrap(MODELS["llama"]().float().cuda(), compile=True)
+    assert isinstance(model.lm.runner, GraphRunner) and model.lm.runner.most_tokens
     return model
 
 
@@ -91,6 +90,6 @@ def graphs() -> Model:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_caller_gets_its_own_text(way: Way, method: str, temperature: float, graphs: Model) -> None:
     prompts = [*PROMPTS, [4, 4], list(range(30)), [7, 7, 7], [60, 2], [11, 12] * 4]
-    given = {**settings_of(method, graphs.lm.slice([0, 1])), "temperature": temperature}  # type: ignore[attr-defined]
+    given = {**settings_of(method, graphs.lm.layers.slice([0, 1])), "temperature": temperature}  # type: ignore[attr-defined]
     for count in (2, 8):
         check(graphs, prompts[:count], given, way)

@@ -30,7 +30,7 @@ class Poisoned(ToyLM):
     def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         outputs = super().forward(jobs, taps)
         for job, output in zip(jobs, outputs, strict=True):
-            if (self.rows[job.row].tokens + job.pending)[:2] == [3, 13] and output.logits is not None:
+            if (self.slots[job.slot].tokens + job.pending)[:2] == [3, 13] and output.logits is not None:
                 output.logits[:] = torch.nan
         return outputs
 
@@ -71,7 +71,7 @@ def test_work_on_the_last_pass_while_the_next_one_runs(
     method: str, temperature: float, toy: Model, toy_draft: LM, tmp_path: Path
 ) -> None:
     late = Model(Overlapping())
-    late.max_rows = 2
+    late.max_batch = 2
     settings = {**settings_of(method, toy_draft), "temperature": temperature, "max_tokens": 20}
     expected = [c.tokens for c in toy.generate(PROMPTS, method="plain", temperature=temperature, max_tokens=20)]
     pieces = list(late.stream(PROMPTS, **settings))
@@ -91,7 +91,7 @@ def test_work_on_the_last_pass_while_the_next_one_runs(
     assert [seq.generated for seq in seqs[1:]] == expected[1:]
     assert after == 1, "a request that was cancelled says nothing more"
     assert seqs[0].generated == expected[0][: len(seqs[0].generated)]
-    assert not any(row.busy for row in late.lm.rows)  # type: ignore[attr-defined]
+    assert not any(row.busy for row in late.lm.slots)  # type: ignore[attr-defined]
 
     probabilities = []
     for model in (late, toy):
@@ -116,11 +116,11 @@ def test_rows_join_and_leave(toy: Model, toy_draft: LM) -> None:
     for _ in engine.run():
         pass
     assert [seq.generated for seq in seqs] == alone
-    assert not any(row.busy for row in toy.lm.rows)  # type: ignore[attr-defined]
+    assert not any(row.busy for row in toy.lm.slots)  # type: ignore[attr-defined]
 
 
 def test_more_requests_than_rows(toy: Model) -> None:
-    engine = Engine(toy.lm, max_rows=2)
+    engine = Engine(toy.lm, max_batch=2)
     seqs = [toy.sequence(Request.of([i + 1], {"method": "recycling", "max_tokens": 8})) for i in range(7)]
     for seq in seqs:
         engine.submit(seq)
@@ -163,7 +163,7 @@ def test_cancel_frees_rows_and_keeps_text(toy: Model) -> None:
     stream = toy.stream([[1, 2], [3]], method="ngram", max_tokens=50)
     seen = [next(stream) for _ in range(6)]
     stream.close()
-    assert not any(row.busy for row in toy.lm.rows)  # type: ignore[attr-defined]
+    assert not any(row.busy for row in toy.lm.slots)  # type: ignore[attr-defined]
     done = stream.completions
     assert [c.finish_reason for c in done] == ["cancelled"] * 2
     assert done[0].tokens == [t for piece in seen if piece.index == 0 for t in piece.tokens]
@@ -173,7 +173,7 @@ def test_cancel_frees_rows_and_keeps_text(toy: Model) -> None:
 
 
 def test_context_is_never_exceeded() -> None:
-    small = Model(ToyLM(context=20))
+    small = Model(ToyLM(max_length=20))
     for name in ("plain", "recycling", "ngram"):
         done = small.generate([1, 2, 3] * 5, method=name, max_tokens=100)
         assert done.finish_reason == "length"

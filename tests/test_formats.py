@@ -152,7 +152,7 @@ class Eagle:
 
     def __init__(self, w: Tensors, target: Model, config: dict[str, Any]):
         self.w, self.config = w, config
-        self.embed: Tensor = target.lm.ends.embed  # type: ignore[union-attr]
+        self.embed: Tensor = target.lm.embeddings.embed  # type: ignore[union-attr]
 
     def fuse(self, states: Tensor) -> Tensor:
         if self.config.get("norm_before_fc"):
@@ -221,7 +221,7 @@ def checkpoint(name: str, folder: Path, target: Model) -> tuple[Path, Tensors]:
     if name == "specforge":
         written = {n if n in ("d2t", "t2d", "lm_head.weight") else f"model.{n}": t for n, t in written.items()}
     if speculators:
-        written = {**written, "embed_tokens.weight": target.lm.ends.embed.to(torch.bfloat16)}  # type: ignore[union-attr]
+        written = {**written, "embed_tokens.weight": target.lm.embeddings.embed.to(torch.bfloat16)}  # type: ignore[union-attr]
     return write(folder / name, config, written, pickled=name == "boundaries"), tensors
 
 
@@ -391,7 +391,7 @@ def test_mtp_layers_of_a_model(kind: str, tmp_path: Path) -> None:
     lm = wrap(model)
     head = store.load(tmp_path / "model", lm.lm)
     assert head.spec.kind == "mtp" and not head.spec.own_output
-    hidden = states_of(model, (lm.lm.stack,))
+    hidden = states_of(model, (lm.lm.layers.count,))
     assert_says(head, hidden, Mtp(model, w, MTP[kind] == "mtp").two_steps(hidden))
     given = {"max_tokens": 12, "temperature": 0.7, "seed": 4}
     drafted = lm.generate([TOKENS, TOKENS[:4]], method="mtp", head=str(tmp_path / "model"), **given)

@@ -18,7 +18,7 @@ from outpace.cli.common import app
 from outpace.core.tree import Tree
 from outpace.errors import CacheFull, HeadNotFound, OutpaceError, UnsupportedModel, UsageError
 from outpace.models.gguf import repack, tokenizer as reading
-from outpace.models.gguf.lm import ROWS, UNREAD, LlamaLM, Rows
+from outpace.models.gguf.lm import SLOTS, UNREAD, FetchedLogits, LlamaLM
 from outpace.models.gguf.repack import faster
 from outpace.models.gguf.runtime import BATCH, BF16, FEW, BatchEntry, File, Runtime
 from outpace.models.gguf.tokenizer import PROBES, LlamaTokenizer, tokenizer
@@ -176,15 +176,15 @@ def assert_same_bits(lm: LlamaLM, vocab: int) -> None:
     """Alone, in a chain, in a tree whose other branches come to nothing, beside another row, and after all that."""
     tokens, text = [i % vocab for i in (905, 1096, 314, 260, 1834)], [i % vocab for i in range(1000, 1300)]
     row, other = lm.acquire([]), lm.acquire([])
-    lm.sync([text, text[::-1]], [row, other])
+    lm.feed([text, text[::-1]], [row, other])
     alone = []
     for token in tokens:
-        alone.append(lm.score([Tree([token])], [row])[0].logits.clone())
+        alone.append(lm.score([Tree([token])], [row])[0].logits.all().clone())
         lm.keep([[0]], [row])
     assert torch.equal(lm.reference().native(text + tokens, len(tokens)), torch.cat(alone))
     lm.release(row)
     row = lm.acquire([])  # it has its text already
-    lm.sync([text], [row])
+    lm.feed([text], [row])
     tree = Tree(tokens[:1])
     for parent, token in ((0, 77), (0, tokens[1]), (1, 78), (2, 79), (2, tokens[2])):
         tree.add(parent, token)
@@ -195,7 +195,7 @@ def assert_same_bits(lm: LlamaLM, vocab: int) -> None:
     scores = lm.score([chain], [row])
     assert torch.equal(scores[0].logits[:2], torch.cat(alone[3:]))
     lm.keep([[0]], [row])
-    assert torch.equal(lm.score([Tree(tokens[4:])], [row])[0].logits, alone[4])
+    assert torch.equal(lm.score([Tree(tokens[4:])], [row])[0].logits.all(), alone[4])
 
 
 def test_bits_do_not_depend_on_what_else_is_scored(file: File) -> None:
@@ -208,7 +208,7 @@ def test_weights_of_any_kind_have_the_same_bits(kind: str, tmp_path: Path) -> No
     """Where llama.cpp multiplies one token differently from several, none is alone."""
     path = written(tmp_path / f"{kind}.gguf", kind)
     file = File(path)
-    assert file.paired == (kind in ("F32", "F16", "BF16")) and not File(path, exact=False).paired
+    assert file.paired == (kind in ("F32", "F16", "BF16")) and not File(path, bitwise=False).paired
     lm = LlamaLM(file)
     assert_same_bits(lm, file.vocab)
     model = Model(lm, None, set(), kind)
@@ -280,7 +280,7 @@ def test_a_cache_that_is_full_is_made_anew_and_larger(file: File, model: Model) 
     expected = model.generate(TEXTS, method="plain", max_tokens=45, ignore_eos=True)
     done = small.generate(TEXTS, method="recycling", nodes=4, max_tokens=45, ignore_eos=True)
     assert [found.tokens for found in done] == [found.tokens for found in expected]
-    assert lm.runtime.cells > 256 and len(lm._branches) == UNREAD - ROWS
+    assert lm.runtime.cells > 256 and len(lm._branches) == UNREAD - SLOTS
 
 
 def test_what_does_not_fit_is_refused_with_numbers(file: File) -> None:
@@ -289,8 +289,8 @@ def test_what_does_not_fit_is_refused_with_numbers(file: File) -> None:
     lm = LlamaLM(file, cache_limit=2048 * file.token_bytes)
     row = lm.acquire([])
     with pytest.raises(CacheFull, match="3000 tokens do not fit into a cache of 2048"):
-        lm.sync([[1] * 3000], [row])
-    assert lm.memory(4096).fits is False
+        lm.feed([[1] * 3000], [row])
+    assert lm.weights.memory(4096).fits is False
     with pytest.raises(CacheFull, match="2049 tokens are more than the 2048 of a pass"):
         lm.score([Tree.chain([1] * 2049)], [lm.acquire([])])
 
@@ -298,11 +298,10 @@ def test_what_does_not_fit_is_refused_with_numbers(file: File) -> None:
 def test_logits_are_fetched_when_they_are_looked_at(file: File) -> None:
     runtime = Runtime(file, 256)
     runtime.decode([BatchEntry(token, i, [0], True) for i, token in enumerate([5, 6, 7])])
-    rows = Rows(runtime, [0, 1, 2])
-    assert len(rows) == 3 and not rows.is_cuda and rows[-1].argmax() == runtime.greedy(2)
-    assert rows.shape == (3, file.vocab) and torch.equal(rows[1:], torch.stack([rows[1], rows[2]]))
-    assert torch.equal(torch.nn.functional.pad(rows, (0, 2), value=1.0)[:, :-2], rows[:])
-    stale = Rows(runtime, [0])
+    rows = FetchedLogits(runtime, [0, 1, 2])
+    assert len(rows) == 3 and rows[2].argmax() == runtime.greedy(2)
+    assert rows.all().shape == (3, file.vocab) and torch.equal(rows.all()[1:], torch.stack([rows[1], rows[2]]))
+    stale = FetchedLogits(runtime, [0])
     runtime.decode([BatchEntry(8, 3, [0], True)])
     with pytest.raises(AssertionError, match="before the next pass"):
         stale[0]
@@ -332,7 +331,7 @@ def test_text_is_split_as_the_model_learnt_it(model: Model, file: File, smollm2:
     assert own.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == spelled
     assert own.encode(spelled) == own.apply_chat_template(chat, add_generation_prompt=True)
     assert own.decode([1, 905], skip_special_tokens=True) == own.decode([905]) and len(own) == file.vocab
-    assert 2 in model.stop_tokens
+    assert 2 in model.stop_token_ids
 
 
 def test_a_tokenizer_is_read_from_its_file_once(file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ import torch
 from outpace.api.model import Model
 from outpace.core import stats
 from outpace.core.drafter import Drafter
-from outpace.core.lm import LM, DraftShape, DraftToken, Picks, Reference, Scores
-from outpace.core.policy import Policy
+from outpace.core.lm import LM, DraftShape, DraftToken, Logits, Picks, Reference, Scores
+from outpace.core.policy import PassReport, Policy
 from outpace.core.sequence import Limits, Sequence, Step
 from outpace.core.tree import Budget, Signal, Tree
 from outpace.core.verifier import Match
@@ -74,7 +74,7 @@ class Script(CachelessLM):
     def __init__(self, text: list[int], costs: Costs, clock: Time, vocab: int = 1000, trees: bool = True):
         super().__init__()
         self.text, self.costs, self.clock = text, costs, clock
-        self.vocab, self.context, self.trees = vocab, 4096, trees
+        self.vocab, self.max_length, self.trees = vocab, 4096, trees
         self.passes = 0
 
     def score(
@@ -82,15 +82,15 @@ class Script(CachelessLM):
     ) -> list[Scores]:
         self.passes += 1
         new = sum(len(tree) - start for tree, start in zip(trees, since or [0] * len(trees), strict=True))
-        held = sum(len(self.rows[row].tokens) + len(self.rows[row].pending) for row in rows)
+        held = sum(len(self.slots[row].tokens) + len(self.slots[row].pending) for row in rows)
         self.clock.now += self.costs.seconds(new, len(trees), held / len(rows))
         return super().score(trees, rows, since, picks)
 
     def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
-        return [SegmentOutput(self._says(job) if job.tree is not None else None, {}) for job in jobs]
+        return [SegmentOutput(self._says(job) if job.layout is not None else None, {}) for job in jobs]
 
     def _says(self, job: Segment) -> torch.Tensor:
-        tree, held = job.tree, self.rows[job.row].tokens + job.pending
+        tree, held = job.tree, self.slots[job.slot].tokens + job.pending
         assert tree is not None
         logits = torch.zeros(len(tree) - job.since, self.vocab)
         for node in range(job.since, len(tree)):
@@ -134,7 +134,7 @@ def chain(*chances: float) -> Tree:
 def kept(costs: Costs, trees: list[Tree], budget: Budget = WIDE, rows: int | None = None) -> list[Tree]:
     policy = Controller(costs=costs)
     seqs = [sequence(policy=policy) for _ in trees]
-    return policy.prune(seqs, trees, [budget] * len(trees), rows or len(trees))
+    return policy.select(seqs, trees, [budget] * len(trees), rows or len(trees))
 
 
 # Costs
@@ -177,7 +177,7 @@ def test_passes_are_timed_through_the_protocol_and_leave_nothing_behind() -> Non
     for tokens in (1, 2, 4, 8, 16, 32, 64):
         assert found.seconds(tokens) == pytest.approx(true.seconds(tokens))
     assert {n for n, _ in found.batch} == {4, 16} and (found.context, found.each) == (0.0, 0.0)
-    assert not any(row.busy or row.tokens for row in lm.rows)
+    assert not any(row.busy or row.tokens for row in lm.slots)
 
 
 def test_what_context_costs_a_pass_and_each_token_in_it() -> None:
@@ -260,9 +260,11 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_costs_depend_on() -> None:
     class Says(ToyLM):
-        fingerprint = "a model of mine"
+        def __init__(self) -> None:
+            super().__init__()
+            self.identity = "a model of mine"
 
-    assert "ToyLM" in identity(ToyLM(), "toy")["model"] and identity(Says())["model"] == ", a model of mine"
+    assert "toy of 2 layers" in identity(ToyLM(), "toy")["model"] and identity(Says())["model"] == ", a model of mine"
     assert identity(ToyLM(), "a") != identity(ToyLM(), "b")
 
 
@@ -399,7 +401,7 @@ def test_without_costs_it_is_the_drafters_own_budget() -> None:
     seq = sequence(policy=policy)
     assert policy.budget(seq) == Suffix().shape
     tree = chain(0.1, 0.1, 0.1)
-    assert policy.prune([seq], [tree], [Budget(2, 9)], 1)[0].tokens == [2, 10, 11]
+    assert policy.select([seq], [tree], [Budget(2, 9)], 1)[0].tokens == [2, 10, 11]
     with pytest.raises(UsageError, match="margin"):
         Controller(margin=1.5)
 
@@ -523,7 +525,7 @@ def test_a_draft_that_runs_on_by_itself_is_told_how_deep(clock: Time) -> None:
     text, asked = new(300), list[int]()
 
     class Chained(Script):
-        def guess(
+        def draft(
             self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Any]
         ) -> list[list[DraftToken]]:
             steps = shapes[0].depth
@@ -534,6 +536,7 @@ def test_a_draft_that_runs_on_by_itself_is_told_how_deep(clock: Time) -> None:
             return [[DraftToken(token, 0.9, i - 1) for i, token in enumerate(right + [7] * (steps - len(right)))]]
 
     draft = Chained(text, FLAT, clock)
+    draft.drafts = draft
     steps, _ = run(Script(text, FLAT, clock), 8, method="draft", draft=draft, policy="auto")
     assert draft.passes == 0 and asked[0] == LEVELS
     assert set(asked[-20:]) <= {3, 4} and sum(step.accepted for step in steps) > 200
@@ -613,7 +616,7 @@ def test_who_was_not_asked_does_not_learn() -> None:
     auto, part = Auto(), Counting()
     auto._parts, auto._shapes = [part], [part.shape]
     seq, step = sequence(auto), Step(Tree([2]), [0], [5], [0])
-    scores = Scores(torch.zeros(1, 64))
+    scores = Scores(Logits(torch.zeros(1, 64)))
     auto.propose(seq, WIDE)
     for _ in range(3):
         auto.observe(seq, step, scores)
@@ -646,13 +649,11 @@ def test_decisions_are_in_the_trace(traced: Path, toy: Model) -> None:
 
 
 def test_what_a_pass_that_begins_ahead_saves() -> None:
-    meter, seq = Timing(Costs(((1, 2.0), (8, 4.0)))), sequence()
+    meter = Timing(Costs(((1, 2.0), (8, 4.0))))
     assert meter.exposed(2.0, 1) == pytest.approx(0.1)  # a guess, before any was seen
     for ahead, spent in ((False, 3.0), (True, 2.4)) * 9:
-        meter.start(PassTimer(seq, 0, 0, 1, ahead), 1, 0)
-        seq.stats.passes += 1
-        seq.stats.seconds["score"] = seq.stats.seconds.get("score", 0.0) + spent
-        meter.read()
+        meter.start(PassTimer(0, 0, 1, ahead), 1, 0)
+        meter.read(PassReport({"score": spent}, 1, 1))
     assert meter.prices(1, 0)(0) == pytest.approx(3.0) and meter.exposed(3.0, 1) == pytest.approx(0.6)
 
 
@@ -679,8 +680,8 @@ def test_requests_rest_together_and_longer_where_asking_keeps_passes_from_beginn
         budgets = policy.budgets(there, len(there))
         for seq, budget, passes in zip(there, budgets, asked, strict=False):
             passes += [now] * (budget.depth > 0)
-            assert policy.rests(seq) == (seq.memory(policy, RequestState).rest.left > 0)
-        policy.prune(there, [chain(0.001) if b.depth else Tree([2]) for b in budgets], budgets, len(there))
+            assert policy.idle(seq) == (seq.memory(policy, RequestState).rest.left > 0)
+        policy.select(there, [chain(0.001) if b.depth else Tree([2]) for b in budgets], budgets, len(there))
     late = [[now for now in passes if now >= 100] for passes in asked]
     assert all(found == late[0] for found in late)
     assert {after - before for before, after in pairwise(late[0])} == {8 if overlaps else 4}

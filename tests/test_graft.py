@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ from outpace.cli.common import app
 from outpace.core.lm import LM
 from outpace.core.policy import Policy
 from outpace.core.sequence import Limits
-from outpace.core.tree import Budget, Floor, Tree
+from outpace.core.tree import Budget, Tree
 from outpace.core.verifier import Match
 from outpace.drafting import graft_gates, tuning_file
 from outpace.drafting.graft_gates import Gate, Grafting
@@ -167,13 +168,21 @@ def test_a_draft_stops_drafting_at_a_gate() -> None:
 
     lm.score = counted  # type: ignore[method-assign]
     drafter = Draft(lm, depth=6, width=2)
-    for floors, most in {(): 6, (Floor(2, 1.0),): 2, (Floor(2, 0.0),): 6, (Floor(1, 1.0),): 1}.items():
+    stops: list[tuple[Callable[[int, float], bool] | None, int]] = [
+        (None, 6),
+        (lambda depth, prob: depth == 2, 2),
+        (lambda depth, prob: False, 6),
+        (lambda depth, prob: depth == 1, 1),
+    ]
+    for stop, most in stops:
         levels.clear()
         seq = sequence([1, 2, 3], drafter)
-        tree = drafter.propose(seq, Budget(6, 12, 2, floors=floors))
+        tree = drafter.propose(seq, Budget(6, 12, 2, stop=stop))
         drafter.close(seq)
         assert len(levels) == most and max(tree.depths) <= most
-    assert Budget(6, 12, 2, floors=(Floor(2, 0.5),)).within(3, True).floors == (Floor(2, 0.5),)
+    grafting = graft_gates.Grafting(gates=(graft_gates.Gate(2, 0.5, 0.4),))
+    assert grafting.stops(2, 0.5) and not grafting.stops(2, 0.51) and not grafting.stops(1, 0.1)
+    assert Budget(6, 12, 2, stop=grafting.stops).within(3, True).stop == grafting.stops
 
 
 class Drawn(Drafter):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from outpace.core.lm import Scores
+from outpace.core.lm import Logits, Scores
 from outpace.core.sequence import Limits, Sequence
 from outpace.core.tree import Tree
 from outpace.core.verifier import Match, Verifier
@@ -122,7 +122,7 @@ def test_regex_full_match(
 def test_lark(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFast, vocab: int) -> None:
     lark = 'start: "(" start ")" | "x"'
     for seed in range(10):
-        output, finished = generate(compiler.compile(lark=lark, start=len(PROMPT)), vocab, seed)
+        output, finished = generate(compiler.compile(grammar=lark, start=len(PROMPT)), vocab, seed)
         if finished:
             text = tokenizer.decode(output)
             assert re.fullmatch(r"\(*x\)*", text) and text.count("(") == text.count(")")
@@ -201,7 +201,7 @@ def test_drafts_that_leave_the_grammar(
     for seed in range(10):
         grammar, noise = compiler.compile(regex=pattern, start=len(PROMPT)), torch.Generator().manual_seed(seed)
         sampler = Sampler(Sampling(temperature, seed=seed), [grammar])
-        limits = Limits(max_tokens=40, stop_tokens=frozenset([0, 1]))
+        limits = Limits(max_tokens=40, stop_token_ids=frozenset([0, 1]))
         seq = Sequence(list(PROMPT), limits, sampler, nobody, verifier, nobody)
         while not seq.finished:
             tree = Tree([seq.tokens[-1]])
@@ -209,7 +209,7 @@ def test_drafts_that_leave_the_grammar(
                 tree.add(len(tree) - 1, token)
             for _ in range(6):
                 tree.add(pick.randrange(len(tree)), pick.randrange(len(tokenizer)))
-            seq.stats.add(verifier.verify(seq, tree, Scores(torch.randn(len(tree), vocab, generator=noise))))
+            seq.stats.add(verifier.verify(seq, tree, Scores(Logits(torch.randn(len(tree), vocab, generator=noise)))))
         assert seq.finish_reason == "stop" and re.fullmatch(pattern, tokenizer.decode(seq.generated[:-1]))
 
 
@@ -222,9 +222,9 @@ def test_drafts_that_leave_the_grammar(
         ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 4}}, "greater than maximum"),
         ({"regex": 5}, "regex is not valid"),
         ({"regex": "[ab"}, "regex is not valid.*unclosed"),
-        ({"lark": "start: foo"}, "lark is not valid.*foo"),
-        ({}, "one of json_schema, regex and lark, got none"),
-        ({"regex": "a", "lark": 'start: "a"'}, "got regex and lark"),
+        ({"grammar": "start: foo"}, "grammar is not valid.*foo"),
+        ({}, "one of json_schema, regex and grammar, got none"),
+        ({"regex": "a", "grammar": 'start: "a"'}, "got regex and grammar"),
     ],
 )
 def test_wrong_grammars(compiler: GrammarCompiler, source: dict[str, Any], message: str) -> None:

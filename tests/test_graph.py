@@ -15,14 +15,15 @@ from outpace.api.model import Model
 from outpace.api.request import Request
 from outpace.core.engine import Engine
 from outpace.core.tree import Tree
-from outpace.models.compiled import captured, cuda_graph
-from outpace.models.compiled.captured import COLUMNS, FOUND, CapturedPass, GraphKey, GraphOutputs
-from outpace.models.compiled.cpu import CompiledLM
-from outpace.models.compiled.cuda_graph import GraphLM
-from outpace.models.compiled.run_ahead import RunAhead, RunAheadGate
-from outpace.models.hf.lm import PackedLM
+from outpace.models.compiled import cuda_graph, graph_pass
+from outpace.models.compiled.cpu import CpuRunner
+from outpace.models.compiled.cuda_graph import GraphRunner
+from outpace.models.compiled.graph_pass import COLUMNS, FOUND, CapturedPass, GraphKey, GraphOutputs
+from outpace.models.compiled.picks import PickReader
+from outpace.models.compiled.run_ahead import GraphsAhead, LastPass
+from outpace.models.hf.lm import TransformersLM
 from outpace.models.kernels import cpu, sample_filtered
-from outpace.sampling.sampler import Pick
+from outpace.sampling.sampler import Pick, Sampler
 from tests import tiny_models
 from tests.callers import Way, check, generate_inside_a_stream, streams_in_turn
 
@@ -38,7 +39,7 @@ class Instant:
     def synchronize(self) -> None: ...
 
 
-class Unpinned(captured.Staging):
+class Unpinned(graph_pass.Staging):
     """The same in memory of any kind."""
 
     def __init__(self, count: int, device: torch.device):
@@ -65,53 +66,57 @@ class Rerun:
         return self.left
 
 
-class Graphless(GraphLM):
-    """A model that believes it runs as graphs."""
+class Graphless(GraphRunner):
+    """A runner that believes it has graphs, on the compiled layers of a runner for a CPU."""
 
-    def __init__(self, fast: CompiledLM):
-        self.__dict__.update(fast.__dict__)
+    def __init__(self, lm: TransformersLM):
+        self.__dict__.update(lm.runner.__dict__)
         self._graphs, self._generation, self.graph_memory = OrderedDict(), self.cache.generation, None
-        self._last, self._ahead, self._doubt = None, RunAhead(), RunAheadGate()
+        self._picks, self._ahead = PickReader(lm), GraphsAhead(self)
+        self.drafts, self.run_ahead = self, self._ahead
         self.capture_seconds, self.most_tokens = 0.0, 512
         self.sent = 0
 
     @torch.no_grad()
-    def _capture(self, size: GraphKey) -> CapturedPass:
-        staging = Unpinned(size.tokens * COLUMNS + size.slots * 4, self.device)
-        left = GraphOutputs(
-            torch.zeros(size.tokens, self.vocab), None, {}, torch.zeros(FOUND, size.tokens, dtype=torch.float64)
-        )
-        rerun = Rerun(
-            torch.no_grad()(self._program(size, staging.given, None)), torch.zeros(FOUND, size.tokens).double(), left
-        )
-        return CapturedPass(rerun, staging, None, rerun.read, size)  # type: ignore[arg-type]
+    def _capture(self, key: GraphKey) -> CapturedPass:
+        staging = Unpinned(key.tokens * COLUMNS + key.batch * 4, self.lm.device)
+        logits, found = torch.zeros(key.tokens, self.lm.vocab), torch.zeros(FOUND, key.tokens, dtype=torch.float64)
+        program = torch.no_grad()(self._program(key, staging.given, None))
+        rerun = Rerun(program, torch.zeros(FOUND, key.tokens).double(), GraphOutputs(logits, None, {}, found))
+        return CapturedPass(rerun, staging, None, rerun.read, key)  # type: ignore[arg-type]
 
-    def _send(self, *given: Any) -> bool:
+    def launch_after(self, *given: Any) -> LastPass:
         self.sent += 1
-        return super()._send(*given)
+        return super().launch_after(*given)
+
+
+def runner_of(model: Model) -> Graphless:
+    assert isinstance(model.lm, TransformersLM) and isinstance(model.lm.runner, Graphless)
+    return model.lm.runner
 
 
 @pytest.fixture(scope="module")
-def fast() -> CompiledLM:
-    found = outpace.wrap(tiny_models.MODELS["llama"]().float(), eager=False).lm
-    assert isinstance(found, CompiledLM)
+def fast() -> TransformersLM:
+    found = outpace.wrap(tiny_models.MODELS["llama"]().float(), compile=True).lm
+    assert isinstance(found, TransformersLM) and isinstance(found.runner, CpuRunner)
     return found
 
 
 @pytest.fixture
-def model(fast: CompiledLM, monkeypatch: pytest.MonkeyPatch) -> Model:
+def model(fast: TransformersLM, monkeypatch: pytest.MonkeyPatch) -> Model:
     monkeypatch.setattr(torch.cuda, "Event", Instant)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(cuda_graph, "Staging", Unpinned)
     fast.clear()
-    return Model(Graphless(fast))
+    monkeypatch.setattr(fast, "runner", Graphless(fast))
+    return Model(fast)
 
 
 @pytest.fixture(scope="module")
 def slow() -> Model:
-    found = outpace.wrap(tiny_models.MODELS["llama"]().float(), eager=True)
-    assert type(found.lm) is PackedLM
+    found = outpace.wrap(tiny_models.MODELS["llama"]().float(), compile=False)
+    assert isinstance(found.lm, TransformersLM) and found.lm.runner is found.lm.eager
     return found
 
 
@@ -127,7 +132,7 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
 def texts_of(sides: tuple[Model, Model], settings: list[dict[str, Any]]) -> list[list[list[int]]]:
     texts = []
     for side in sides:
-        engine = Engine(side.lm, max_rows=3)  # some join when others have left
+        engine = Engine(side.lm, max_batch=3)  # some join when others have left
         seqs = [side.sequence(Request.of(p, s)) for p, s in zip(PROMPTS, settings, strict=True)]
         for seq in seqs:
             engine.submit(seq)
@@ -140,7 +145,7 @@ def texts_of(sides: tuple[Model, Model], settings: list[dict[str, Any]]) -> list
 def test_callers_read_choices_before_the_next_pass_writes_over_them(way: Way, model: Model) -> None:
     """Two streams with an engine each would launch the same graph in turn, and read each other's choices."""
     check(model, PROMPTS[:3], {"method": "plain", "temperature": 0.9}, way)
-    assert isinstance(model.lm, Graphless) and model.lm.sent
+    assert runner_of(model).sent
 
 
 @pytest.mark.parametrize(
@@ -157,30 +162,41 @@ def test_what_is_staged_is_what_eager_passes_are_given(method: str, sampling: st
     settings = [{"method": method, "max_tokens": 5 + more * i, "seed": i, **given[i]} for i in range(5)]
     ours, theirs = texts_of((model, slow), settings)
     assert ours == theirs
-    assert isinstance(model.lm, Graphless) and model.lm.most_tokens  # nothing made it give up
-    assert method != "plain" or sampling == "mixed" or model.lm.sent > (30 if more == 9 else 12)
+    assert runner_of(model).most_tokens  # nothing made it give up
+    assert method != "plain" or sampling == "mixed" or runner_of(model).sent > (30 if more == 9 else 12)
 
 
 def test_choices_that_a_graph_is_not_sure_of_are_made_again(
     model: Model, slow: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample_filtered, "MOST", 4)  # tokens that it looks at
-    again, filtered = list[int](), GraphLM._filtered
-    monkeypatch.setattr(GraphLM, "_filtered", lambda *given: again.append(1) or filtered(*given))
+    again, filtered = list[int](), PickReader._filtered
+    monkeypatch.setattr(PickReader, "_filtered", lambda *given: again.append(1) or filtered(*given))
     settings = [{"method": "plain", "max_tokens": 16, "temperature": 1.5, "top_p": 0.9, "seed": i} for i in range(5)]
     ours, theirs = texts_of((model, slow), settings)
     assert ours == theirs
-    assert isinstance(model.lm, Graphless) and len(again) > 10
-    assert 3 <= model.lm.sent < 12  # then it has seen that most are in vain
+    assert len(again) > 10
+    assert 3 <= runner_of(model).sent < 12  # then it has seen that most are in vain
 
 
 def test_a_pass_is_begun_only_behind_the_rows_last_one(model: Model) -> None:
-    lm = model.lm
-    assert isinstance(lm, Graphless)
-    row = lm.acquire([])
-    lm.sync([[1, 2, 3]], [row])
+    lm, runner = model.lm, runner_of(model)
+    slot = lm.acquire([])
+    lm.feed([[1, 2, 3]], [slot])
     pick = Pick(0, 0.0)
-    lm.score([Tree([4])], [row], picks=[pick])
-    assert lm.ahead([row], [pick])
-    lm.sync([[1, 2, 3, 4, 5]], [row])  # the text went on without it
-    assert not lm._ahead.rows and not lm.ahead([row], [pick])
+    lm.score([Tree([4])], [slot], picks=[pick])
+    assert lm.run_ahead is not None and lm.run_ahead.begin([slot], [pick])
+    lm.feed([[1, 2, 3, 4, 5]], [slot])  # the text went on without it
+    assert not runner._ahead.sent.slots and not lm.run_ahead.begin([slot], [pick])
+
+
+def test_a_rule_that_kernels_do_not_know_is_left_to_the_host(model: Model, slow: Model) -> None:
+    texts = []
+    for side in (model, slow):
+        seq = side.sequence(Request.of([1, 2, 3], {"method": "plain", "temperature": 0.9, "max_tokens": 12}))
+        seq.sampler = Sampler(seq.sampler.sampling, rule="inverse_cdf")
+        engine = Engine(side.lm)
+        engine.submit(seq)
+        assert list(engine.run())
+        texts.append(seq.generated)
+    assert texts[0] == texts[1] and not runner_of(model).sent

@@ -11,7 +11,7 @@ import torch
 
 import outpace
 from outpace.models.compiled import code_cache, layers
-from outpace.models.compiled.cpu import CompiledLM
+from outpace.models.compiled.cpu import CpuRunner
 from outpace.models.kernels import cpu
 from tests import tiny_models
 
@@ -26,8 +26,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def fast(kind: str = "llama") -> outpace.Model:
-    model = outpace.wrap(tiny_models.MODELS[kind]().float(), eager=False)
-    assert isinstance(model.lm, CompiledLM)
+    model = outpace.wrap(tiny_models.MODELS[kind]().float(), compile=True)
+    assert isinstance(model.lm.runner, CpuRunner)
     return model
 
 
@@ -36,8 +36,8 @@ def texts(model: outpace.Model) -> list[list[int]]:
 
 
 def kinds(model: outpace.Model) -> list[layers.LayerKind]:
-    assert isinstance(model.lm, CompiledLM)
-    return model.lm.layer_kinds
+    assert isinstance(model.lm.runner, CpuRunner)
+    return model.lm.runner.layer_kinds
 
 
 def never(*_: object) -> None:
@@ -53,14 +53,14 @@ def test_code_is_compiled_once(kind: str, folder: Path, monkeypatch: pytest.Monk
     again = fast(kind)
     assert all(k.kept and k.direct for k in kinds(again)) and len(kinds(again)) == count
     assert texts(again) == expected
-    assert again.lm.compile_seconds == 0.0  # type: ignore[attr-defined]
+    assert again.lm.runner.compile_seconds == 0.0  # type: ignore[attr-defined]
 
 
 def test_code_of_another_kind_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast()
     (mine,) = folder.iterdir()
     wider = tiny_models.build("llama", torch.float32, num_key_value_heads=2, head_dim=8, intermediate_size=64)
-    other = outpace.wrap(wider, eager=False)
+    other = outpace.wrap(wider, compile=True)
     assert len(list(folder.iterdir())) == 2 and not any(k.kept for k in kinds(other))
     monkeypatch.setattr(torch, "__version__", "0.0")
     layer = tiny_models.MODELS["llama"]().float().model.layers[0]

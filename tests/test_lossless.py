@@ -49,8 +49,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0, "seed": 11},
     "filtered": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "seed": 5},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "temperature": 0.7},
-    "constraints": {"logit_bias": {3: 2.0, 4: -5.0}, "banned": [[7], [1, 2]], "min_tokens": 20, "stop_tokens": [9, 11]},
-    "processors": {"processors": [Alternate(), NoRepeatNGramLogitsProcessor(3)], "temperature": 0.8, "seed": 2},
+    "constraints": {
+        "logit_bias": {3: 2.0, 4: -5.0},
+        "bad_words": [[7], [1, 2]],
+        "min_tokens": 20,
+        "stop_token_ids": [9, 11],
+    },
+    "logits_processors": {
+        "logits_processors": [Alternate(), NoRepeatNGramLogitsProcessor(3)],
+        "temperature": 0.8,
+        "seed": 2,
+    },
 }
 
 

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSe
 
 import outpace
 from outpace import Tree, UnsupportedModel, UsageError, registry
-from outpace.drafting.slim_search import Layered
 from outpace.models.adapt import adapt
-from outpace.models.hf.lm import PackedLM
+from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.snapshot import SnapshotLM
 from tests.tiny_models import GROUPED, MODELS, NATIVE, PACKED, SHAPE, VOCAB, blurred, build
 
@@ -78,7 +77,7 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_plain_decoding_equals_transformers(name: str):
     model, ours = tiny(name), wrapped(name)
-    assert isinstance(ours.lm, PackedLM if name in PACKED else SnapshotLM)
+    assert isinstance(ours.lm, TransformersLM if name in PACKED else SnapshotLM)
     expected = [transformers_greedy(model, prompt, 40) for prompt in PROMPTS]
     assert len({token for found in expected for token in found}) >= 15  # text that repeats itself would prove little
     assert ours.generate(PROMPTS[0], method="plain", max_tokens=40).tokens == expected[0]
@@ -105,7 +104,7 @@ def test_every_lossless_method_equals_plain_decoding(name: str, temperature: flo
             try:
                 found = ours.generate(PROMPTS, method=method, **options, **kept, **settings)
             except UnsupportedModel:  # the only reasons for which a method may refuse a model
-                assert not isinstance(ours.lm, Layered) or ("head" in options and ours.lm.ends is None)
+                assert ours.lm.layers is None or ("head" in options and ours.lm.embeddings is None)
                 continue
             assert tokens(found) == plain, (method, options)
             if needed:
@@ -149,10 +148,10 @@ def test_prefill_in_chunks(name: str):
     expected = transformers_logits(tiny(name), prompt)
     for chunk in (7, 64, 512):
         lm = adapt(tiny(name))
-        lm.chunk = chunk
+        getattr(lm, "runner", lm).chunk = chunk
         row = lm.acquire(prompt[:-2])
-        lm.sync([prompt[:-2]], [row])
-        assert_same(lm.score([Tree.chain(prompt[-2:])], [row])[0].logits, expected[-2:])
+        lm.feed([prompt[:-2]], [row])
+        assert_same(lm.score([Tree.chain(prompt[-2:])], [row])[0].logits.all(), expected[-2:])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "qwen3_5", "mamba2", "mamba"])
@@ -167,21 +166,21 @@ def test_every_node_of_a_tree_sees_its_ancestors_and_no_more(name: str):
     model, lm = tiny(name), adapt(tiny(name))
     prompts = PROMPTS[:2]
     rows = [lm.acquire(prompt) for prompt in prompts]
-    lm.sync(prompts, rows)
+    lm.feed(prompts, rows)
     grown = Tree(TREE.tokens[:5], TREE.parents[:5])
     first = lm.score([grown, TREE], rows)
     grown.add(2, 12)
     grown.add(3, 13)
     later = lm.score([grown, TREE], rows, since=[5, len(TREE)])
     for row, prompt in enumerate(prompts):
-        logits = torch.cat([first[row].logits, later[row].logits])
+        logits = torch.cat([first[row].logits.all(), later[row].logits.all()])
         for node in range(len(TREE)):
             path = [TREE.tokens[n] for n in TREE.path(node)]
             assert_same(logits[node], transformers_logits(model, prompt + path)[-1])
     lm.keep([[0, 2, 5], [0, 1, 3, 6]], rows)
     after = lm.score([Tree.chain([20, 21]), Tree.chain([22])], rows)
-    assert_same(after[0].logits, transformers_logits(model, [*prompts[0], 7, 9, 12, 20, 21])[-2:])
-    assert_same(after[1].logits, transformers_logits(model, [*prompts[1], 7, 8, 10, 13, 22])[-1:])
+    assert_same(after[0].logits.all(), transformers_logits(model, [*prompts[0], 7, 9, 12, 20, 21])[-2:])
+    assert_same(after[1].logits.all(), transformers_logits(model, [*prompts[1], 7, 8, 10, 13, 22])[-1:])
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -191,10 +190,10 @@ def test_chains_are_cut_back_to_what_was_kept(name: str):
         lm.score([TREE], [lm.acquire([])])
     held = list(PROMPTS[0])
     row = lm.acquire(held)
-    lm.sync([held], [row])
+    lm.feed([held], [row])
     for kept in (1, 4, 2, 3):
         chain = text(4, kept)
-        assert_same(lm.score([Tree.chain(chain)], [row])[0].logits, transformers_logits(model, held + chain)[-4:])
+        assert_same(lm.score([Tree.chain(chain)], [row])[0].logits.all(), transformers_logits(model, held + chain)[-4:])
         lm.keep([list(range(kept))], [row])
         held += chain[:kept]
 
@@ -203,14 +202,14 @@ def test_chains_are_cut_back_to_what_was_kept(name: str):
 def test_nodes_that_were_not_kept_leave_no_trace(name: str):
     lm = adapt(tiny(name))
     row = lm.acquire(PROMPTS[0])
-    lm.sync([PROMPTS[0]], [row])
-    expected = lm.score([Tree.chain([3, 4])], [row])[0].logits
-    assert_same(lm.score([Tree([5])], [row])[0].logits, transformers_logits(tiny(name), [*PROMPTS[0], 5])[-1:])
-    assert_same(lm.score([Tree.chain([3, 4])], [row])[0].logits, expected)
+    lm.feed([PROMPTS[0]], [row])
+    expected = lm.score([Tree.chain([3, 4])], [row])[0].logits.all()
+    assert_same(lm.score([Tree([5])], [row])[0].logits.all(), transformers_logits(tiny(name), [*PROMPTS[0], 5])[-1:])
+    assert_same(lm.score([Tree.chain([3, 4])], [row])[0].logits.all(), expected)
     lm.release(row)
     row = lm.acquire(PROMPTS[0])
-    lm.sync([PROMPTS[0]], [row])
-    assert_same(lm.score([Tree.chain([3, 4])], [row])[0].logits, expected)
+    lm.feed([PROMPTS[0]], [row])
+    assert_same(lm.score([Tree.chain([3, 4])], [row])[0].logits.all(), expected)
 
 
 # The user's model
@@ -227,7 +226,7 @@ def test_the_model_is_not_touched(name: str):
     for method in ("plain", "recycling"):
         ours.generate(PROMPTS[0], method=method, max_tokens=8)
     row = ours.lm.acquire(PROMPTS[1], taps=(0, -1))
-    ours.lm.sync([PROMPTS[1]], [row])
+    ours.lm.feed([PROMPTS[1]], [row])
     ours.lm.score([Tree([1])], [row])
     assert model.config.to_dict() == before.config.to_dict()
     assert model.config._attn_implementation == before.config._attn_implementation
@@ -249,17 +248,17 @@ def test_taps_are_the_hidden_states_of_transformers(name: str):
         if name in ("mamba", "mamba2"):  # where Transformers leaves out the embeddings
             states = (model.get_input_embeddings()(torch.tensor([PROMPTS[2]])), *states)
     expected = torch.cat([states[tap][0] for tap in (0, 1, -1)], dim=-1)
-    lm.chunk = 30
+    getattr(lm, "runner", lm).chunk = 30
     row = lm.acquire(PROMPTS[2][:-4], taps=(0, 1, -1))
     other = lm.acquire(PROMPTS[1][:-1])
-    lm.sync([PROMPTS[2][:-4], PROMPTS[1][:-1]], [row, other])
+    lm.feed([PROMPTS[2][:-4], PROMPTS[1][:-1]], [row, other])
     scores = lm.score([Tree.chain(PROMPTS[2][-4:]), Tree(PROMPTS[1][-1:])], [row, other])
     assert scores[0].hidden is not None and scores[1].hidden is None
     assert_same(scores[0].hidden, expected[-4:])
     lm.keep([[0, 1], [0]], [row, other])
     lm.score([Tree(PROMPTS[2][-2:-1])], [row])  # what was not kept whole may have to ride on the next pass
-    assert_same(lm.hidden(row), expected[:-2])
-    assert lm.hidden(other) is None
+    assert_same(lm.states.read(row), expected[:-2])
+    assert lm.states.read(other) is None
     row = lm.acquire([], taps=(9,))
     with pytest.raises(UsageError, match="tap 9"):
         lm.score([Tree([1])], [row])
@@ -287,18 +286,20 @@ def only_layers(model: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
 @pytest.mark.parametrize("name", PACKED)
 def test_a_slice_is_a_model_of_these_layers(name: str):
     lm = adapt(tiny(name))
-    assert isinstance(lm, PackedLM)
+    assert isinstance(lm, TransformersLM)
     for layers in ([0, 2], [1, 2], [1], [0, 1, 2]):
         small = only_layers(tiny(name), layers) if len(layers) < 3 else tiny(name)
-        ours = outpace.Model(lm.slice(layers))
+        ours = outpace.Model(lm.layers.slice(layers))
         row = ours.lm.acquire([])
-        assert_same(ours.lm.score([Tree.chain(PROMPTS[0])], [row])[0].logits, transformers_logits(small, PROMPTS[0]))
+        assert_same(
+            ours.lm.score([Tree.chain(PROMPTS[0])], [row])[0].logits.all(), transformers_logits(small, PROMPTS[0])
+        )
         ours.lm.release(row)
         expected = [transformers_greedy(small, prompt, 12) for prompt in PROMPTS]
         assert tokens(ours.generate(PROMPTS, method="recycling", max_tokens=12)) == expected
     for wrong in ([], [3], [-1]):
         with pytest.raises(UsageError, match="layers 0 to 2"):
-            lm.slice(wrong)
+            lm.layers.slice(wrong)
     assert tiny(name).config.num_hidden_layers == 3
 
 
@@ -306,7 +307,9 @@ def test_a_slice_drafts_for_its_model():
     for name in ("llama", "gemma2"):
         ours = wrapped(name)
         plain = ours.generate(PROMPTS, method="plain", max_tokens=16)
-        found = ours.generate(PROMPTS, method="draft", draft=ours.lm.slice([0, 1]), depth=3, width=2, max_tokens=16)
+        found = ours.generate(
+            PROMPTS, method="draft", draft=ours.lm.layers.slice([0, 1]), depth=3, width=2, max_tokens=16
+        )
         assert tokens(found) == tokens(plain)
 
 
@@ -320,8 +323,8 @@ def test_a_model_that_also_sees_runs_its_text_part():
     ours = outpace.wrap(model)
     expected = [transformers_greedy(model, prompt, 12) for prompt in PROMPTS]
     assert tokens(ours.generate(PROMPTS, method="recycling", max_tokens=12)) == expected
-    assert isinstance(ours.lm, PackedLM)
-    assert ours.lm.slice([0, 2]).layers == [0, 2]
+    assert isinstance(ours.lm, TransformersLM)
+    assert ours.lm.layers.slice([0, 2]).indices == [0, 2]
 
 
 # What goes wrong
@@ -352,7 +355,7 @@ def test_rope_that_changes_with_the_length_ends_where_it_changes():
     ours = outpace.wrap(model)
     for prompt in PROMPTS[:2]:
         found = ours.generate(prompt, method="recycling", max_tokens=99)
-        assert len(prompt) + len(found.tokens) == ours.lm.context == 48
+        assert len(prompt) + len(found.tokens) == ours.lm.max_length == 48
         assert found.tokens == transformers_greedy(model, prompt, 48 - len(prompt))
     with pytest.raises(UsageError, match="48"):
         ours.generate(PROMPTS[2])
@@ -383,14 +386,14 @@ def test_a_pass_that_runs_out_of_memory_is_repeated_without_drafts(name: str, mo
 
 def test_a_draft_with_a_recurrent_state_is_not_fed_its_prompt_again(monkeypatch: pytest.MonkeyPatch):
     ours, draft = wrapped("qwen3_5"), outpace.wrap(blurred(tiny("qwen3_5"), 0.5))
-    feed, fed = SnapshotLM._feed, 0
+    feed, fed = SnapshotLM._advance, 0
 
     def counting(self, cache, tokens, keep=None):
         nonlocal fed
         fed += len(tokens) if self is draft.lm else 0
         return feed(self, cache, tokens, keep)
 
-    monkeypatch.setattr(SnapshotLM, "_feed", counting)
+    monkeypatch.setattr(SnapshotLM, "_advance", counting)
     prompt = text(200)
     found = ours.generate(prompt, method="draft", draft=draft, depth=3, max_tokens=24)
     assert 0 < found.stats.accepted < found.stats.drafted

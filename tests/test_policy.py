@@ -85,7 +85,7 @@ def test_without_options_every_policy_goes_on_and_learns_from_an_empty_pass(name
     before = policy.budget(seq)
     policy.observe(seq, Step(Tree([0]), [0], [5], [0]))
     assert policy.budget(seq) == before and before.depth > 0
-    assert policy.proceed(seq, Signal(1.0, 0.0, (1.0,)), 1)
+    assert policy.keep_drafting(seq, Signal(1.0, 0.0, (1.0,)), 1)
 
 
 @every
@@ -228,11 +228,11 @@ def test_best_threshold_by_hand() -> None:
 def test_confidence_stops_under_its_threshold_and_refits() -> None:
     policy = Confidence(threshold=0.4)
     seq = sequence(policy=policy)
-    assert policy.proceed(seq, Signal(0.4, 9.0), 1) and not policy.proceed(seq, Signal(0.39, 0.0), 1)
+    assert policy.keep_drafting(seq, Signal(0.4, 9.0), 1) and not policy.keep_drafting(seq, Signal(0.39, 0.0), 1)
     for _ in range(3):  # tokens with 0.9 are right, those with 0.6 are not
         policy.observe(seq, judged(chain(0.9, 0.6, 0.99), 1))
     assert policy.threshold == 0.9
-    assert not policy.proceed(seq, Signal(0.6, 0.0), 1)
+    assert not policy.keep_drafting(seq, Signal(0.6, 0.0), 1)
     for _ in range(40):  # now tokens with 0.6 are right too
         policy.observe(seq, judged(chain(0.6, 0.3), 1))
     assert policy.threshold == 0.6
@@ -266,8 +266,8 @@ def test_entropy_stops_by_its_bound(entropy: float, gamma: float, floor: float) 
     policy = Entropy(gamma=gamma, floor=floor)
     seq = sequence(policy=policy)
     bound = 1 - math.sqrt(gamma * entropy)
-    assert policy.proceed(seq, Signal(0.0, entropy), 1) == (bound >= floor)
-    assert policy.proceed(seq, Signal(1.0, entropy), 7) == (bound >= floor)
+    assert policy.keep_drafting(seq, Signal(0.0, entropy), 1) == (bound >= floor)
+    assert policy.keep_drafting(seq, Signal(1.0, entropy), 7) == (bound >= floor)
 
 
 @given(st.lists(st.integers(0, 4), max_size=40), st.floats(0, 1))
@@ -282,8 +282,8 @@ def test_entropys_floor_follows_acceptance(accepted: list[int], target: float) -
         floor = min(1.0, max(0.0, floor + (0.1 if mean < target else -0.1) * 0.05))
     state = next(iter(seq._memory.values()), [0.3, target])
     assert state == pytest.approx([floor, mean], abs=1e-12)
-    assert policy.proceed(untouched, Signal(0.5, 0.69 * 0.69 / 0.2), 1)  # 1 - 0.69 is just above the floor of 0.3
-    assert not policy.proceed(untouched, Signal(0.5, 0.71 * 0.71 / 0.2), 1)
+    assert policy.keep_drafting(untouched, Signal(0.5, 0.69 * 0.69 / 0.2), 1)  # 1 - 0.69 is just above the floor of 0.3
+    assert not policy.keep_drafting(untouched, Signal(0.5, 0.71 * 0.71 / 0.2), 1)
 
 
 def test_entropy_drafts_less_when_little_is_accepted() -> None:
@@ -291,10 +291,10 @@ def test_entropy_drafts_less_when_little_is_accepted() -> None:
     for accepted, goes_on in ((0, False), (4, True)):
         policy = Entropy()
         seq = sequence(policy=policy)
-        assert policy.proceed(seq, signal, 1)
+        assert policy.keep_drafting(seq, signal, 1)
         for _ in range(60):
             policy.observe(seq, judged(chain(*[0.5] * 4), accepted))
-        assert policy.proceed(seq, signal, 1) == goes_on
+        assert policy.keep_drafting(seq, signal, 1) == goes_on
 
 
 # Learned
@@ -313,7 +313,7 @@ def separable(count: int = 200) -> list[Example]:
 
 def right(policy: Learned, rows: list[Example]) -> float:
     seq = sequence(policy=policy)
-    return sum(policy.proceed(seq, e.signal, e.depth) == e.accepted for e in rows) / len(rows)
+    return sum(policy.keep_drafting(seq, e.signal, e.depth) == e.accepted for e in rows) / len(rows)
 
 
 def test_fit_separates_what_can_be_separated_and_leaves_the_random_state() -> None:
@@ -347,9 +347,9 @@ def test_learned_saves_and_loads(tmp_path: Path) -> None:
         loaded.observe(seq, judged(chain(0.9, 0.8, 0.7, 0.1), 0))
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded._model.state_dict().items())
     loaded.threshold = 0.0
-    assert loaded.proceed(seq, Signal(0.01, 5.0, (0.3,)), 1)
+    assert loaded.keep_drafting(seq, Signal(0.01, 5.0, (0.3,)), 1)
     loaded.threshold = 1.0
-    assert not loaded.proceed(seq, Signal(0.6, 0.8, (0.6,)), 1)
+    assert not loaded.keep_drafting(seq, Signal(0.6, 0.8, (0.6,)), 1)
 
 
 def test_learned_is_trained_ahead_on_the_steps_of_a_run() -> None:
@@ -371,12 +371,12 @@ def test_learned_drafts_on_until_it_has_seen_enough_and_then_learns() -> None:
     sure, unsure = Signal(0.95, 0.5, (0.95,)), Signal(0.05, 0.5, (0.05,))
     for _ in range(19):
         policy.observe(seq, judged(chain(0.95, 0.05), 1))
-    assert policy.proceed(seq, sure, 1) and policy.proceed(seq, unsure, 2)
+    assert policy.keep_drafting(seq, sure, 1) and policy.keep_drafting(seq, unsure, 2)
     policy.observe(seq, judged(chain(0.95, 0.05), 1))  # the fortieth judged draft
-    assert policy.proceed(seq, sure, 1) and not policy.proceed(seq, unsure, 2)
+    assert policy.keep_drafting(seq, sure, 1) and not policy.keep_drafting(seq, unsure, 2)
     for _ in range(100):  # the world changes
         policy.observe(seq, judged(chain(0.05, 0.95), 1))
-    assert policy.proceed(seq, unsure, 1) and not policy.proceed(seq, sure, 2)
+    assert policy.keep_drafting(seq, unsure, 1) and not policy.keep_drafting(seq, sure, 2)
 
 
 # In the loop
@@ -393,8 +393,8 @@ class Spy(Policy):
     def budget(self, seq: Sequence) -> Budget:
         return self.inner.budget(seq)
 
-    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
-        verdict = self.inner.proceed(seq, signal, depth)
+    def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+        verdict = self.inner.keep_drafting(seq, signal, depth)
         self.said.setdefault(seq.id, []).append((depth, verdict))
         return verdict
 
@@ -465,7 +465,7 @@ class StopAt(Policy):
 
     at: int = 1
 
-    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+    def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         return depth < self.at
 
 
@@ -508,7 +508,7 @@ def test_a_policy_that_looks_cuts_what_was_drafted_at_once() -> None:
     budget, tree = drafter.shape, drafter.propose(sequence(drafter), drafter.shape)
 
     def kept(policy: Policy, given: Tree = tree, drafter: Drafter = drafter) -> list[int]:
-        return policy.prune([sequence(drafter, policy)], [given], [budget], 1)[0].tokens[1:]
+        return policy.select([sequence(drafter, policy)], [given], [budget], 1)[0].tokens[1:]
 
     assert kept(Policy()) == tree.tokens[1:]
     assert kept(Confidence(threshold=0.5)) == [10, 11, 12, 20]

@@ -24,7 +24,7 @@ from outpace.errors import UsageError
 from outpace.methods.draft import Draft
 from outpace.models import segment
 from outpace.models.hf import attention, cache
-from outpace.sampling import noise, sampler as sample
+from outpace.sampling import noise, noise_rule, sampler as sample
 from outpace.sampling.sampler import Sampler
 from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
@@ -72,7 +72,7 @@ def failures(found: dict[str, Check]) -> set[str]:
 @pytest.fixture(scope="module")
 def every(llama: Model) -> list[PlannedCheck]:
     """About all methods, as `outpace verify` asks: what plain decoding says is computed once."""
-    draft = llama.lm.slice([0, 1])  # type: ignore[attr-defined]
+    draft = llama.lm.layers.slice([0, 1])  # type: ignore[attr-defined]
     return asked(llama, [Subject(name, settings_of(name, draft)) for name in LOSSLESS])
 
 
@@ -185,7 +185,7 @@ def test_a_wrong_mask(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def siblings_see_each_other(job: segment.Segment, window: int | None) -> Tensor:
         mask = right(job, window)
-        return mask if job.tree is None else mask | (torch.arange(job.end) >= job.start + len(job.pending))
+        return mask if job.layout is None else mask | (torch.arange(job.end) >= job.start + len(job.pending))
 
     monkeypatch.setattr(attention, "_mask", siblings_see_each_other)
     caught(llama, {"method": "recycling", "nodes": 12}, "greedy = plain")
@@ -256,7 +256,7 @@ def test_noise_that_depends_on_the_pass(toy: Model, monkeypatch: pytest.MonkeyPa
         calls[0] += 1
         return noise.gumbel(tokens, seed, calls[0], salt)
 
-    monkeypatch.setattr(sample, "gumbel", fresh)
+    monkeypatch.setattr(noise_rule, "gumbel", fresh)
     found = check(toy, Subject("recycling", {"method": "recycling"}))
     assert "recycling: same seed = plain" in failures(found)
     assert "recycling: sampled law" not in failures(found)  # each token is still a draw from the law

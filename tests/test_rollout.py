@@ -19,9 +19,9 @@ from outpace.api.rollouts import Rollout, merged
 from outpace.core.lm import LM
 from outpace.errors import UsageError
 from outpace.heads import store
-from outpace.models.compiled.cpu import CompiledLM
-from outpace.models.hf.bf16_copies import Bf16Copies
-from outpace.models.hf.lm import PackedLM
+from outpace.models.compiled.bf16_copies import Bf16Copies
+from outpace.models.compiled.cpu import CpuRunner
+from outpace.models.hf.lm import TransformersLM
 from outpace.models.kernels import cpu
 from outpace.sampling.settings import Sampling
 from outpace.testing import ByteTokenizer, ToyLM
@@ -98,8 +98,8 @@ def test_samples_are_independent_and_repeatable(toy: Model) -> None:
 
 
 def test_ends_texts_and_wrong_settings(toy: Model) -> None:
-    lm = Model(ToyLM(vocab=257), ByteTokenizer(), stop_tokens=[256])
-    done = outpace.rollout(lm, ["ab", "cd"], 2, method="suffix", max_tokens=6, stop_tokens=list(range(200)))
+    lm = Model(ToyLM(vocab=257), ByteTokenizer(), stop_token_ids=[256])
+    done = outpace.rollout(lm, ["ab", "cd"], 2, method="suffix", max_tokens=6, stop_token_ids=list(range(200)))
     assert {r.finish_reason for r in done} <= {"stop", "length"} and any(r.finish_reason == "stop" for r in done)
     assert all(len(r.tokens) == len(r.logprobs) == len(r.entropies) for r in done)
     certain = outpace.rollout(toy, PROMPTS, temperature=0.0, head="random", max_tokens=5)
@@ -140,14 +140,14 @@ def test_residual_keeps_the_law_over_a_head(kind: str, options: dict[str, Any]) 
 
 def test_rollouts_are_of_the_weights_as_they_are_now() -> None:
     model = build("llama", torch.float32, **GROUPED)
-    lm, given = outpace.wrap(model, eager=True), {"head": "random", "max_tokens": 8}
+    lm, given = outpace.wrap(model, compile=False), {"head": "random", "max_tokens": 8}
     before = outpace.rollout(lm, PROMPTS, 2, **given)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(0.7)
     after = outpace.rollout(lm, PROMPTS, 2, **given)
     assert [r.tokens for r in before] != [r.tokens for r in after]
-    fresh = outpace.rollout(outpace.wrap(model, eager=True), PROMPTS, 2, **given)
+    fresh = outpace.rollout(outpace.wrap(model, compile=False), PROMPTS, 2, **given)
     assert [r.tokens for r in after] == [r.tokens for r in fresh]
     for r in after:
         with torch.no_grad():
@@ -159,16 +159,18 @@ def test_rollouts_are_of_the_weights_as_they_are_now() -> None:
 def test_heads_forget_states_of_old_weights() -> None:
     """The head's own rows hold keys that it made of the target's states."""
     model = build("llama", torch.float32, **GROUPED)
-    lm, drafter = outpace.wrap(model, eager=True), registry.method("mtp", head="random")
+    lm, drafter = outpace.wrap(model, compile=False), registry.method("mtp", head="random")
     outpace.rollout(lm, [PROMPTS[1]], method=drafter, max_tokens=4)
-    assert drafter._lm is not None and drafter._lm.version == 0 < lm.lm.version  # made after the first refresh
-    assert any(row.tokens for row in drafter._lm.rows)  # type: ignore[attr-defined]
+    assert (
+        drafter._lm is not None and drafter._lm.weights.version == 0 < lm.lm.weights.version
+    )  # made after the first refresh
+    assert any(slot.tokens for slot in drafter._lm.slots)  # type: ignore[attr-defined]
     lm.weights_changed()
     seq = lm.sequence(outpace.Request(PROMPTS[0], method=drafter))
     seq.target = lm.lm
     drafter.open(seq)
-    assert not any(row.tokens for row in drafter._lm.rows)  # type: ignore[attr-defined]
-    assert not any(row.tokens for row in lm.lm.rows)  # type: ignore[attr-defined]
+    assert not any(slot.tokens for slot in drafter._lm.slots)  # type: ignore[attr-defined]
+    assert not any(row.tokens for row in lm.lm.slots)  # type: ignore[attr-defined]
 
 
 def test_copies_in_half_the_bytes_are_known_to_be_stale() -> None:
@@ -193,18 +195,19 @@ def test_compiled_passes_do_not_read_old_weights() -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(weight.to(torch.bfloat16))
-    packed = PackedLM.fitting(model)
+    packed = TransformersLM.fitting(model)
     assert packed is not None
-    quick = CompiledLM(packed)  # nothing is compiled before its first pass
-    quick.refresh()
-    assert quick.halves.bytes and quick.most_tokens
+    runner = CpuRunner(packed)  # nothing is compiled before its first pass
+    packed.runner, packed.cache = runner, runner.cache
+    packed.weights.changed()
+    assert runner.copies.bytes and runner.most_tokens
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(0.7)
     given = {"method": "recycling", "verifier": "match", "max_tokens": 8}
-    moved = outpace.rollout(Model(quick), PROMPTS, **given)
-    assert not quick.most_tokens
-    eager = outpace.rollout(outpace.wrap(model, eager=True), PROMPTS, **given)
+    moved = outpace.rollout(Model(packed), PROMPTS, **given)
+    assert not runner.most_tokens
+    eager = outpace.rollout(outpace.wrap(model, compile=False), PROMPTS, **given)
     assert [r.tokens for r in moved] == [r.tokens for r in eager]
 
 

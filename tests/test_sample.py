@@ -218,11 +218,11 @@ def test_repetition_penalty(seed: int, prefix: list[int], penalty: float) -> Non
 
 @given(seeds, prefixes, st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), min_size=1, max_size=5))
 @steady
-def test_banned_sequences(seed: int, prefix: list[int], banned: list[list[int]]) -> None:
-    banned = [*banned, [*prefix[-2:], 3], [*prefix, 4]]  # two that surely apply
+def test_banned_sequences(seed: int, prefix: list[int], bad_words: list[list[int]]) -> None:
+    bad_words = [*bad_words, [*prefix[-2:], 3], [*prefix, 4]]  # two that surely apply
     logits = random_logits(seed)
-    wanted = NoBadWordsLogitsProcessor(banned)(torch.tensor([prefix]), logits[None])[0].to(logits)
-    ours = Banned(tuple(tuple(s) for s in banned))(prefix, logits)
+    wanted = NoBadWordsLogitsProcessor(bad_words)(torch.tensor([prefix]), logits[None])[0].to(logits)
+    ours = Banned(tuple(tuple(s) for s in bad_words))(prefix, logits)
     assert torch.equal(ours == -torch.inf, wanted == -torch.inf)
     assert ours[3] == ours[4] == -torch.inf
     torch.testing.assert_close(ours, wanted)
@@ -294,7 +294,7 @@ def test_build_makes_only_what_is_asked() -> None:
         repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.2, logit_bias={1: 1.0}, temperature=1.0
     )
     rules = Constraints(
-        min_tokens=4, stops=(2,), banned=((1, 2),), custom=(lambda ids, scores: scores,), grammar=grammar
+        min_tokens=4, stops=(2,), bad_words=((1, 2),), custom=(lambda ids, scores: scores,), grammar=grammar
     )
     built = build(sampling, rules, start=3, vocab=VOCAB)
     kinds = {RepetitionPenalty, CountPenalty, LogitBias, Banned, MinTokens, CustomProcessor}
@@ -305,8 +305,8 @@ def test_build_makes_only_what_is_asked() -> None:
 def test_build_checks_ids() -> None:
     with pytest.raises(UsageError, match="logit_bias: token 11"):
         build(Sampling(logit_bias={VOCAB: 1.0}), Constraints(), 0, VOCAB)
-    with pytest.raises(UsageError, match="banned: token -1"):
-        build(Sampling(), Constraints(banned=((1, -1),)), 0, VOCAB)
+    with pytest.raises(UsageError, match="bad_words: token -1"):
+        build(Sampling(), Constraints(bad_words=((1, -1),)), 0, VOCAB)
 
 
 # Choices

@@ -26,10 +26,10 @@ from outpace.drafting.layer_search import LayerProbe, ProbeText, agreement, gain
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.models.adapt import adapt
 from outpace.models.cacheless import CachelessLM
-from outpace.models.early_exit import EarlyLM
+from outpace.models.early_exit import EarlyExitLM
 from outpace.models.hf import checkpoint
 from outpace.models.hf.cache import SlotCache
-from outpace.models.hf.lm import PackedLM
+from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.snapshot import SnapshotLM
 from outpace.models.segment import PartialPass, Segment
 from outpace.sampling.settings import Sampling
@@ -55,17 +55,17 @@ def one_thread():
 def test_a_pass_goes_on_from_what_was_begun(name: str):
     """A tree that is drafted in part, in another order, with pending tokens: the logits are those of Transformers."""
     model, lm = tiny(name), adapt(tiny(name))
-    early = lm.early(2)
-    assert isinstance(early, EarlyLM)
+    early = lm.layers.early_exit(2)
+    assert isinstance(early, EarlyExitLM)
     small, prompts = only_layers(model, [0, 1]), [text(30, 1), text(9, 2)]
     rows = [lm.acquire(prompt) for prompt in prompts]
-    early.sync(prompts, rows)
+    early.feed(prompts, rows)
     drafted = [Tree([7, 8, 9], [-1, 0, 0]), Tree.chain([7, 8])]
     first = early.score(drafted, rows)
     drafted[0].add(1, 10)
     drafted[0].add(2, 12)
     later = early.score(drafted, rows, since=[3, 2])
-    seen = torch.cat([first[0].logits, later[0].logits])
+    seen = torch.cat([first[0].logits.all(), later[0].logits.all()])
     for node in range(5):
         path = [drafted[0].tokens[n] for n in drafted[0].path(node)]
         assert_same(seen[node], transformers_logits(small, prompts[0] + path)[-1])
@@ -78,14 +78,14 @@ def test_a_pass_goes_on_from_what_was_begun(name: str):
             assert_same(score.logits[node], transformers_logits(model, prompt + path)[-1])
     lm.keep([[0, 2, 4, 5], [0, 2, 3]], rows)
     after = lm.score([Tree.chain([20, 21]), Tree([22])], rows)
-    assert_same(after[0].logits, transformers_logits(model, [*prompts[0], 7, 9, 12, 13, 20, 21])[-2:])
-    assert_same(after[1].logits, transformers_logits(model, [*prompts[1], 7, 8, 4, 22])[-1:])
+    assert_same(after[0].logits.all(), transformers_logits(model, [*prompts[0], 7, 9, 12, 13, 20, 21])[-2:])
+    assert_same(after[1].logits.all(), transformers_logits(model, [*prompts[1], 7, 8, 4, 22])[-1:])
 
 
 class Evaluations:
     """What every layer of a packed model computed: (layer, the text up to and with the token) -> times."""
 
-    def __init__(self, lm: PackedLM, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, lm: TransformersLM, monkeypatch: pytest.MonkeyPatch):
         self.times: Counter[tuple[int, tuple[int, ...]]] = Counter()
         write = SlotCache.write
 
@@ -97,12 +97,12 @@ class Evaluations:
 
         monkeypatch.setattr(SlotCache, "write", counted)
 
-    def add(self, lm: PackedLM, layer: int, job: Segment) -> None:
-        row = lm.rows[job.row]
+    def add(self, lm: TransformersLM, layer: int, job: Segment) -> None:
+        row = lm.slots[job.slot]
         held = (row.tokens + row.pending)[: job.start]
         for i in range(len(job.pending)):
             self.times[layer, (*held, *job.pending[: i + 1])] += 1
-        assert job.tree is not None
+        assert job.layout is not None
         for node in range(job.since, len(job.tree)):
             path = [job.tree.tokens[n] for n in job.tree.path(node)]
             self.times[layer, (*held, *job.pending, *path)] += 1
@@ -114,7 +114,7 @@ def test_no_layer_runs_twice_for_a_token(exit: int, shape: dict[str, Any], monke
     ours, prompts = outpace.wrap(tiny("llama")), [text(9, 1), text(3, 2), text(14, 3)]
     plain = tokens(ours.generate(prompts, method="plain", max_tokens=24))
     ours.clear_cache()
-    assert isinstance(ours.lm, PackedLM)
+    assert isinstance(ours.lm, TransformersLM)
     found = Evaluations(ours.lm, monkeypatch)
     drafted = ours.generate(prompts, method="layerskip", exit=exit, max_tokens=24, **shape)
     assert tokens(drafted) == plain
@@ -167,8 +167,8 @@ def test_other_verifiers(verifier: str):
 def test_memory_that_runs_out_costs_guesses_only():
     lm = outpace.wrap(tiny("llama"))
     plain = tokens(lm.generate(PROMPTS, method="plain", max_tokens=40))
-    assert isinstance(lm.lm, PackedLM)
-    tight = outpace.wrap(tiny("llama"), cache_limit=lm.lm.cache.token_bytes * 300)
+    assert isinstance(lm.lm, TransformersLM)
+    tight = outpace.wrap(tiny("llama"), kv_cache_bytes=lm.lm.cache.token_bytes * 300)
     found = tight.generate(PROMPTS, method="layerskip", exit=2, depth=4, width=3, max_tokens=40)
     assert tokens(found) == plain
 
@@ -176,16 +176,16 @@ def test_memory_that_runs_out_costs_guesses_only():
 def test_a_pass_that_breaks_off_is_computed_anew(monkeypatch: pytest.MonkeyPatch):
     ours = outpace.wrap(tiny("llama"))
     plain = ours.generate(PROMPTS[0], method="plain", max_tokens=24).tokens
-    resume, calls = PackedLM.resume, []
+    resume, calls = TransformersLM._resume, []
 
-    def breaks(lm: PackedLM, jobs: list[Segment]) -> Any:
+    def breaks(lm: TransformersLM, jobs: list[Segment]) -> Any:
         calls.append(jobs)
         found = resume(lm, jobs)
         if len(calls) % 3 == 1:
             raise torch.OutOfMemoryError("in the middle")
         return found
 
-    monkeypatch.setattr(PackedLM, "resume", breaks)
+    monkeypatch.setattr(TransformersLM, "_resume", breaks)
     found = ours.generate(PROMPTS[0], method="layerskip", exit=2, depth=3, width=3, nodes=4, max_tokens=24)
     assert found.tokens == plain and len(calls) > 3
 
@@ -193,7 +193,7 @@ def test_a_pass_that_breaks_off_is_computed_anew(monkeypatch: pytest.MonkeyPatch
 def test_a_job_is_put_in_the_order_of_what_was_begun():
     begun = PartialPass(Tree([1, 2, 3, 4], [-1, 0, 0, 2]), 2, torch.arange(5.0)[:, None])  # one pending token
     job = Segment(0, 10, [9], Tree([1, 5, 3, 2, 4], [-1, 0, 0, 1, 2])).resume(begun)
-    assert job.resumed is not None and job.tree is not None
+    assert job.resumed is not None and job.layout is not None
     assert job.tree.tokens == [1, 3, 4, 5, 2] and job.tree.parents == [-1, 0, 1, 0, 3]
     assert job.resumed.nodes == [0, 2, 3] and job.resumed.order == [0, 3, 1, 4, 2]
     assert job.resumed.states.flatten().tolist() == [0.0, 1.0, 3.0, 4.0]
@@ -211,18 +211,18 @@ def test_a_job_is_put_in_the_order_of_what_was_begun():
 @pytest.mark.parametrize("name", NATIVE)
 def test_models_with_a_cache_of_their_own_leave_layers_out(name: str):
     lm = adapt(tiny(name))
-    assert isinstance(lm, SnapshotLM) and lm.stack == 3 and lm.early(1) is None
+    assert isinstance(lm, SnapshotLM) and lm.layers.count == 3 and lm.layers.early_exit(1) is None
     with pytest.raises(UsageError, match="the first among them"):
-        lm.slice([1, 2])
-    assert_same(*(part.reference().native(PROMPTS[1], 4) for part in (lm.slice([0, 1, 2]), lm)))
-    part = lm.slice([0, 2])
+        lm.layers.slice([1, 2])
+    assert_same(*(part.reference().native(PROMPTS[1], 4) for part in (lm.layers.slice([0, 1, 2]), lm)))
+    part = lm.layers.slice([0, 2])
     assert not torch.equal(part.reference().native(PROMPTS[1], 4), lm.reference().native(PROMPTS[1], 4))
 
 
 @pytest.mark.parametrize("name", ["gptj", "bloom", "doge"])
 def test_a_layer_that_is_left_out_of_such_a_model_is_not_there(name: str):
     assert_same(
-        adapt(tiny(name)).slice([0, 2]).reference().native(PROMPTS[0], 5),
+        adapt(tiny(name)).layers.slice([0, 2]).reference().native(PROMPTS[0], 5),
         transformers_logits(only_layers(tiny(name), [0, 2]), PROMPTS[0])[-5:],
     )
 
@@ -297,8 +297,8 @@ def test_the_exit_is_where_nothing_comes_after():
 
 def test_exits_of_models_that_cannot_resume_are_those_of_slices():
     lm = adapt(tiny("llama"))
-    exact = outpace.wrap(tiny("llama"), exact=True).lm
-    assert exact.early(1) is None and lm.early(1) is not None
+    exact = outpace.wrap(tiny("llama"), bitwise=True).lm
+    assert exact.layers.early_exit(1) is None and lm.layers.early_exit(1) is not None
     assert LayerProbe(exact, [ProbeText(PROMPTS[0])]).exit(2) == LayerProbe(lm, [ProbeText(PROMPTS[0])]).exit(2)
 
 
@@ -345,7 +345,7 @@ def test_wrong_options_are_refused_before_anything_runs(options: dict[str, Any],
 
 def test_a_model_without_layers_says_so():
     class Whole(CachelessLM):
-        vocab, context = 8, 64
+        vocab, max_length = 8, 64
 
         def forward(self, jobs: Any, taps: Any) -> Any:
             raise AssertionError("nothing runs")
@@ -357,7 +357,7 @@ def test_a_model_without_layers_says_so():
         with pytest.raises(UnsupportedModel, match=f"{method} needs a model's layers"):
             Model(Whole()).generate([1, 2], method=method, max_tokens=4)
     with pytest.raises(UsageError, match="exits after 1 to 1"):
-        ToyLM(layers=2).early(2)
+        ToyLM(layers=2).layers.early_exit(2)
 
 
 def test_one_drafter_serves_several_targets():

@@ -29,7 +29,8 @@ from outpace.heads import store
 from outpace.heads.base import Head
 from outpace.heads.block import BlockHead
 from outpace.heads.parallel import Parallel, Text
-from outpace.models.head_lm import CompiledHeadLM, adapt_head
+from outpace.models.compiled.cpu import CpuRunner
+from outpace.models.hf.head_lm import HeadLM
 from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
 from outpace.verify.distribution import sampled_law
@@ -116,10 +117,10 @@ def test_with_processors_a_slot_depends_on_its_path() -> None:
     logits = torch.zeros(2, 64, dtype=torch.float64)
     logits[0, [7, 8]], logits[1, 9] = torch.tensor([6.0, 5.9], dtype=torch.float64), 9.0
     assert {(7, 9), (8, 9)} <= spelled(parallel_trees.grow(sequence(), logits, Budget(2, 6, 2)))
-    found = spelled(parallel_trees.grow(sequence(banned=[[7, 9]]), logits, Budget(2, 6, 2)))
+    found = spelled(parallel_trees.grow(sequence(bad_words=[[7, 9]]), logits, Budget(2, 6, 2)))
     assert (7, 9) not in found and (8, 9) in found
     everything = [[token] for token in range(64)]
-    assert len(parallel_trees.grow(sequence(banned=everything), logits, Budget(2, 6, 2))) == 1
+    assert len(parallel_trees.grow(sequence(bad_words=everything), logits, Budget(2, 6, 2))) == 1
 
 
 def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
@@ -221,7 +222,7 @@ def test_settings_of_heads() -> None:
 
 def test_angles_keep_their_precision_in_a_smaller_one() -> None:
     lm = ToyLM()
-    lm.ends = Embeddings(lm.embed.bfloat16(), lm.head.T.bfloat16())
+    lm.states.embeddings = Embeddings(lm.embed.bfloat16(), lm.head.T.bfloat16())
     for kind in KINDS:
         head = store.fresh(kind, lm)
         assert {weight.dtype for weight in head.parameters()} == {torch.bfloat16}
@@ -278,7 +279,7 @@ def test_drafting_says_what_unroll_says(kind: str, monkeypatch: pytest.MonkeyPat
     """In a ragged batch, whatever was accepted in between: the same logits as training would see at that place."""
     head, heard = head_of(kind), Heard(monkeypatch)
     drafter = registry.method(head.kind, head=head, depth=2, width=1, nodes=2)
-    monkeypatch.setattr(LinkedLM, "guess", lambda *given: None)  # levels that nobody looks at are compared below
+    monkeypatch.setattr(LinkedLM, "draft", lambda *given: None)  # levels that nobody looks at are compared below
     target().generate([[1, 2, 3, 4, 5], [9] * 20, [7, 8]], method=drafter, max_tokens=10)
     assert {len(path) for _, path, _ in heard.said} == {0, 1} and len(heard.said) > 30
     for text, path, logits in heard.said:
@@ -355,7 +356,7 @@ def test_levels_that_nobody_looks_at(kind: str, shape: dict[str, int], monkeypat
     for quickly in (True, False):
         grown.append([])
         if not quickly:
-            monkeypatch.setattr(LinkedLM, "guess", lambda *given: None)
+            monkeypatch.setattr(LinkedLM, "draft", lambda *given: None)
         drafter = registry.method(head.kind, head=head, **shape)
         target().clear_cache()
         target().generate([[1, 2, 3, 4, 5], [9] * 20, [7, 8]], method=drafter, max_tokens=12)
@@ -371,7 +372,7 @@ def test_linked_slots_under_all_that_looks_at_guesses(kind: str) -> None:
     static = {"template": "0+1+0-0+0-1+0-0-0"} if head.kind == "medusa" else {}
     cases: list[dict[str, Any]] = [
         WARM, {**WARM, "verifier": "residual"}, static, {**WARM, **static}, {**WARM, "top_k": 5},
-        {"banned": [[7]], "repetition_penalty": 1.3}, {"policy": "confidence"},
+        {"bad_words": [[7]], "repetition_penalty": 1.3}, {"policy": "confidence"},
     ]  # fmt: skip
     for given in cases:
         found = target().generate(prompts, method=head.kind, **{"head": head, "max_tokens": 16, **given})
@@ -402,9 +403,10 @@ def test_medusa_begins_as_the_target_itself() -> None:
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_recursive_heads_run_compiled(kind: str) -> None:
-    model = outpace.wrap(build("llama", torch.float32, **GROUPED))
+    model = outpace.wrap(build("llama", torch.float32, **GROUPED), compile=True)
     head: Any = store.fresh(kind, model.lm, torch.arange(3, 90, 2))  # it can say some tokens only
-    assert isinstance(adapt_head(head, compiled=True), CompiledHeadLM)
+    served = model.lm.states.attach(head)
+    assert isinstance(served, HeadLM) and isinstance(served.runner, CpuRunner)
 
 
 # Wrapped by other methods

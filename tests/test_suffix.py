@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 from outpace import Drafter, Sequence, Step
-from outpace.core.lm import Scores
+from outpace.core.lm import Logits, Scores
 from outpace.core.policy import Policy
 from outpace.core.sequence import Limits
 from outpace.core.tree import ROOT, Budget, Tree
@@ -316,7 +316,9 @@ def test_ngram_options_out_of_range(options: dict[str, int]) -> None:
 
 
 def scored(tree: Tree, seed: int = 0) -> Scores:
-    return Scores(torch.randn(len(tree), VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    return Scores(
+        Logits(torch.randn(len(tree), VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    )
 
 
 def passed(tree: Tree, path: list[int], scores: Scores) -> Step:
@@ -340,7 +342,7 @@ def test_recyclings_table_is_the_targets_last_word_on_every_token() -> None:
     tree = Tree([2, 5, 6, 5, 7], [-1, 0, 0, 2, 2])  # 5 stands twice: what was said last of it holds
     scores = scored(tree)
     drafter.observe(seq, passed(tree, [0, 1], scores), scores)
-    best = scores.logits.topk(3).indices.tolist()
+    best = scores.logits.all().topk(3).indices.tolist()
     assert [drafter._known.table[token].tolist() for token in (2, 5, 6, 7)] == [best[0], best[3], best[2], best[4]]
     assert drafter._known.table[1].tolist() == [2, EMPTY, EMPTY]
     assert bool((drafter._known.table[[0, 3, 4, *range(8, VOCAB)]] == EMPTY).all())
@@ -377,7 +379,9 @@ def test_recycling_learns_which_rank_is_right() -> None:
     for _ in range(60):
         tree = drafter.propose(seq, Budget(1, 3, 3))
         second = tree.children(ROOT)[1]
-        said = Scores(scores.logits[[everything.tokens.index(t) for t in tree.tokens]])  # the same as before
+        said = Scores(
+            Logits(scores.logits.all()[[everything.tokens.index(t) for t in tree.tokens]])
+        )  # the same as before
         drafter.observe(seq, Step(tree, [0, second], [tree.tokens[second], 5], [0, second]), said)
     tree = drafter.propose(seq, Budget(3, 4, 3))
     first, second = tree.children(ROOT)[:2]
@@ -387,12 +391,14 @@ def test_recycling_learns_which_rank_is_right() -> None:
 def test_recycling_counts_ranks_by_its_table_in_a_tree_that_others_changed() -> None:
     drafter = Recycling(k=3)
     seq = sequence([0, 1], drafter)
-    scores = Scores(torch.zeros(1, VOCAB).index_fill_(1, torch.tensor(5), 3.0).index_fill_(1, torch.tensor(6), 2.0))
+    scores = Scores(
+        Logits(torch.zeros(1, VOCAB).index_fill_(1, torch.tensor(5), 3.0).index_fill_(1, torch.tensor(6), 2.0))
+    )
     drafter.observe(seq, Step(Tree([1]), [0], [5], [0]), scores)
     before = list(drafter._matched)
     assert drafter.propose(seq, Budget(1, 3, 3)).tokens[1:3] == [5, 6]
     merged = Tree([1, 9, 6], [-1, 0, 0])  # another's guess came first, and 5 was not verified
-    drafter.observe(seq, Step(merged, [0, 2], [6, 7], [0, 2]), Scores(torch.zeros(3, VOCAB)))
+    drafter.observe(seq, Step(merged, [0, 2], [6, 7], [0, 2]), Scores(Logits(torch.zeros(3, VOCAB))))
     assert [after - b for after, b in zip(drafter._matched, before, strict=True)] == [0, 1, 0]
     offered = list(drafter._offered)
     drafter.observe(seq, Step(Tree([1]), [0], [6], [0]), scores)  # it was not asked for this pass

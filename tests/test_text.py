@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer as Rust, decoders, models, normalizers, 
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from outpace import Drafter, Model, Piece, Sequence
+from outpace import Chunk, Drafter, Model, Sequence
 from outpace.core.tree import Budget, Tree
 from outpace.errors import UsageError
 from outpace.testing import ByteTokenizer, ToyLM
@@ -370,7 +370,7 @@ class Replay(Drafter):
 
 @cache
 def toy() -> Model:
-    return Model(ToyLM(vocab=257), ByteTokenizer(), stop_tokens=[256])
+    return Model(ToyLM(vocab=257), ByteTokenizer(), stop_token_ids=[256])
 
 
 ASCII = {token: -100.0 for token in range(257) if not 32 <= token < 127}
@@ -387,7 +387,7 @@ def answer(kind: str) -> tuple[int, ...]:
     return tuple(toy().generate("Hello", method="plain", max_tokens=LENGTH, **KINDS[kind]).tokens)
 
 
-def streamed(kind: str, **options: Any) -> list[Piece]:
+def streamed(kind: str, **options: Any) -> list[Chunk]:
     found = list(toy().stream("Hello", method=Replay(list(answer(kind))), max_tokens=LENGTH, **KINDS[kind], **options))
     assert [piece.completion is not None for piece in found] == [False] * (len(found) - 1) + [True]
     return found
@@ -434,9 +434,9 @@ def test_a_text_that_ends_in_half_a_character_has_all_its_bytes() -> None:
 def test_pieces_tell_guesses_from_choices(kind: str) -> None:
     """All but the last token of a pass were drafted; text counts as drafted when the token that completed it was."""
     found = streamed(kind)
-    runs = [(text, drafted) for piece in found for text, drafted in piece.drafted]
+    runs = [(text, drafted) for piece in found for text, drafted in piece.spans]
     assert "".join(text for text, _ in runs) == found[-1].completion.text
-    assert all("".join(text for text, _ in piece.drafted) == piece.text for piece in found)
+    assert all("".join(text for text, _ in piece.spans) == piece.text for piece in found)
     wanted = []
     for i, text in enumerate(pieces(ByteTokenizer(), answer(kind))):
         wanted += [i % 10 != 9 and i < LENGTH - 1] * len(text)

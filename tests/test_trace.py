@@ -142,7 +142,7 @@ def test_a_failed_request_carries_its_error(model: Model, tmp_path: Path) -> Non
         return scores * float("nan") if ids.shape[-1] > 15 else scores
 
     with TraceWriter(path, model.tokenizer) as writer:
-        done = list(model.stream(PROMPTS, trace=writer, processors=[broken], max_tokens=30))[-1].completion
+        done = list(model.stream(PROMPTS, trace=writer, logits_processors=[broken], max_tokens=30))[-1].completion
     assert done is not None and done.error is not None
     ended = read(path).requests
     assert [request.finish_reason for request in ended] == ["error", "error"]
@@ -244,7 +244,7 @@ def test_a_policy_learns_from_a_trace(model: Model, tmp_path: Path) -> None:
 def test_the_examples_of_the_documentation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parent.parent / "docs" / "trace.md").read_text()
     monkeypatch.chdir(tmp_path)
-    model = Model(ToyLM(vocab=257, context=48), ByteTokenizer())  # the examples set no length
+    model = Model(ToyLM(vocab=257, max_length=48), ByteTokenizer())  # the examples set no length
     scope: dict[str, Any] = {"lm": model, "prompt": PROMPTS[0], "small": ToyLM(layers=1, vocab=257)}
     for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
         exec(block, scope)

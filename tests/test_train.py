@@ -241,7 +241,7 @@ def test_a_head_that_gets_layers_and_tokens_guesses_as_before(kind: str, tiny: M
 def test_a_head_that_gets_links_and_states_guesses_as_before(
     kind: str, changes: dict[str, Any], tiny: Model, folder: Path
 ) -> None:
-    stack = tiny.lm.stack
+    stack = tiny.lm.layers.count
     changes = {**changes, **({"taps": [0, stack]} if "taps" in changes else {})}
     small = store.fresh(kind, tiny.lm)
     store.save(small, folder / "small", tiny.lm)
@@ -362,12 +362,12 @@ def test_exits_say_what_the_first_layers_say(kind: str) -> None:
     left = exit_.run(tokens, torch.zeros(3, 2, dtype=torch.bool))
     for layers in (1, 2, 3):
         logits = exit_.logits(left[layers - 1].flatten(0, 1)).view(2, 6, -1)
-        part = lm.slice(range(layers), eager=True)
+        part = lm.layers.slice(range(layers), compile=False)
         expected = torch.stack([part.reference().native(text, 6) for text in tokens.tolist()])
         assert torch.allclose(logits, expected, atol=1e-4)
     dropped = torch.tensor([[False, False], [True, False], [False, False]])
     left = exit_.run(tokens, dropped)
-    without = lm.slice([0, 2], eager=True).reference().native(tokens[0].tolist(), 6)
+    without = lm.layers.slice([0, 2], compile=False).reference().native(tokens[0].tolist(), 6)
     whole = lm.reference().native(tokens[1].tolist(), 6)
     assert torch.allclose(exit_.logits(left[-1][0]), without, atol=1e-4)
     assert torch.allclose(exit_.logits(left[-1][1]), whole, atol=1e-4)

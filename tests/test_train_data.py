@@ -142,7 +142,7 @@ def test_answers_are_those_that_the_model_gives_each_prompt_alone(settings: Gene
         run = generate._Run(model, None, settings, None)  # type: ignore[arg-type]
         alone = model.generate(tokens, method="plain", seed=run._seed(name), **sampled)
         assert found[name] == (len(tokens), tokens + alone.tokens)
-    assert model.max_rows == 16
+    assert model.max_batch == 16
 
 
 def test_sampled_answers_to_one_text_differ_by_seed(tmp_path: Path) -> None:
@@ -362,12 +362,14 @@ def test_writing_needs_a_chat_template_and_a_temperature(tmp_path: Path) -> None
 def test_the_end_of_a_turn_is_found_in_the_template() -> None:
     model = chatty()
     ending = model.tokenizer.convert_tokens_to_ids("<|im_end|>")  # type: ignore[union-attr]
-    assert self_written.opening(model).stop_tokens == (ending,) and not self_written.opening(model).stop
+    assert self_written.opening(model).stop_token_ids == (ending,) and not self_written.opening(model).stop
     tokenizer: Any = sentencepiece()
     spelled = Model(ToyLM(layers=1, vocab=len(tokenizer)), tokenizer, [], "spelled")
     try:
         tokenizer.chat_template = "{% for m in messages %}USER: {{ m['content'] }}\nASSISTANT:{% endfor %}"
-        assert self_written.opening(spelled).stop == ("ASSISTANT:",) and not self_written.opening(spelled).stop_tokens
+        assert (
+            self_written.opening(spelled).stop == ("ASSISTANT:",) and not self_written.opening(spelled).stop_token_ids
+        )
     finally:
         tokenizer.chat_template = None
 

@@ -149,7 +149,7 @@ def test_depths_paths_ancestors_and_children_agree(tree: Tree) -> None:
     assert [tree.children(node) for node in nodes] == [[c for c in nodes if tree.parents[c] == node] for node in nodes]
     sees = torch.tensor([[key in climb(query) for key in nodes] for query in nodes])
     for since in range(len(tree) + 1):
-        rows = tree.ancestors(since)
+        rows = tree.visible(since)
         assert rows.dtype == torch.bool and rows.shape == (len(tree) - since, len(tree))
         assert torch.equal(rows, sees[since:])
     assert tree.is_chain == (tree.depths == list(nodes))

@@ -21,7 +21,7 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 from torch import Tensor
 
-from outpace.core.lm import Scores
+from outpace.core.lm import Logits, Scores
 from outpace.core.sequence import Limits, Sequence
 from outpace.core.tree import ROOT, Tree
 from outpace.core.verifier import Match, Verifier
@@ -350,7 +350,7 @@ def scored(tree: Tree, tokens: list[int], seed: int, vocab: int) -> Scores:
     """What such a target says of a tree after `tokens`, whose last one is the root."""
     assert tree.tokens[ROOT] == tokens[-1]
     rows = [logits_of(seed, [*tokens, *spell(tree, node)], vocab) for node in range(len(tree))]
-    return Scores(torch.stack(rows))
+    return Scores(Logits(torch.stack(rows)))
 
 
 def sequence(sampler: Sampler, tokens: list[int], verifier: Verifier, limits: Limits | None = None) -> Sequence:
@@ -495,7 +495,7 @@ def test_stop_inside_the_tree(verifier: Verifier) -> None:
     wanted = plain(Sampler(Sampling()), prompt, 5, 1, vocab)
     for limits, length in [
         (Limits(max_tokens=2), 2),
-        (Limits(max_tokens=9, stop_tokens=frozenset([wanted[3]])), 1 + wanted[2:].index(wanted[3])),
+        (Limits(max_tokens=9, stop_token_ids=frozenset([wanted[3]])), 1 + wanted[2:].index(wanted[3])),
     ]:
         seq = sequence(Sampler(Sampling()), prompt, verifier, limits)
         tree = Tree.chain(wanted[1:6])
@@ -519,7 +519,7 @@ def test_typical_threshold(prob: float, accepted: bool) -> None:
     tree.add(ROOT, 1)
     tree.add(ROOT, 2)
     seq = sequence(Sampler(Sampling()), [0], Typical())
-    Typical().verify(seq, tree, Scores(law.log().expand(len(tree), 3)))
+    Typical().verify(seq, tree, Scores(Logits(law.log().expand(len(tree), 3))))
     assert seq.tokens[1] == (1 if accepted else 0)
 
 
@@ -528,7 +528,7 @@ def test_typical_floor_falls_with_entropy() -> None:
     tree = Tree.chain([0, 9])
     for delta, token in [(0.3, 9), (1.5, 0)]:
         seq = sequence(Sampler(Sampling()), [0], Typical(delta=delta))
-        seq.verifier.verify(seq, tree, Scores(law.log().expand(2, 64)))
+        seq.verifier.verify(seq, tree, Scores(Logits(law.log().expand(2, 64))))
         assert seq.tokens[1] == token
 
 
@@ -547,7 +547,7 @@ def test_non_finite_logits_name_the_position(verifier: Verifier, temperature: fl
         wrong[node, 3] = bad
         seq = sequence(Sampler(Sampling(temperature)), prompt, verifier)
         with pytest.raises(RequestFailed, match=rf"non-finite logits.*\b{len(prompt) + node}\b"):
-            verifier.verify(seq, tree, Scores(wrong))
+            verifier.verify(seq, tree, Scores(Logits(wrong)))
 
 
 def test_match_does_not_look_off_the_path() -> None:
@@ -557,7 +557,7 @@ def test_match_does_not_look_off_the_path() -> None:
     tree = Tree([3, 2, 1], [-1, 0, 0])
     for temperature in (0.0, 0.1):
         seq = sequence(Sampler(Sampling(temperature)), [0, 3], Match())
-        step = Match().verify(seq, tree, Scores(logits))
+        step = Match().verify(seq, tree, Scores(Logits(logits)))
         assert step.path == [0, 1] and len(step.tokens) == 2
 
 

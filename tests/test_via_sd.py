@@ -17,7 +17,7 @@ from outpace.api.load import wrap
 from outpace.api.request import Request
 from outpace.cli import calibrate as command, display
 from outpace.cli.common import app
-from outpace.core.lm import LM, Scores
+from outpace.core.lm import LM, Logits, Scores
 from outpace.core.sequence import Step
 from outpace.core.tree import Budget, Tree
 from outpace.drafting import layer_search as layers, slim_search as slim_layers, tuning_file
@@ -38,33 +38,46 @@ PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 3]
 class Says(CachelessLM):
     """A model whose law after a token is given; what follows from nothing else."""
 
-    trees, context, vocab = True, 4096, VOCAB
+    trees, max_length, vocab = True, 4096, VOCAB
 
     def __init__(self, laws: dict[int, dict[int, float]], slim: dict[int, dict[int, float]] | None = None):
         super().__init__()
-        self.laws, self.slim, self.stack, self.passes = laws, slim, 4, 0
-
-    def slice(self, layers: Any, eager: bool = False) -> Says:
-        assert self.slim is not None
-        return Says(self.slim)
-
-    def trial(self, layers: Any) -> Any:
-        raise NotImplementedError
-
-    def reference(self) -> Any:
-        raise NotImplementedError
+        self.laws, self.slim, self.passes = laws, slim, 0
+        self.layers = SlimLayers(self)
 
     def forward(self, jobs: Any, taps: tuple[int, ...]) -> list[SegmentOutput]:
         self.passes += 1
         return [self._forward(job) for job in jobs]
 
     def _forward(self, job: Segment) -> SegmentOutput:
-        nodes = [] if job.tree is None else job.tree.tokens[job.since :]
+        nodes = [] if job.layout is None else job.tree.tokens[job.since :]
         rows = torch.full((len(nodes), VOCAB), 1e-9, dtype=torch.float64)
         for i, token in enumerate(nodes):
             for after, chance in self.laws.get(token, {63: 1.0}).items():
                 rows[i, after] = chance
         return SegmentOutput(rows.log() if nodes else None, {})
+
+
+class SlimLayers:
+    """Its layers, some of which are the slim model."""
+
+    count = 4
+
+    def __init__(self, lm: Says):
+        self.lm = lm
+
+    def slice(self, layers: Any, compile: bool = True) -> Says:
+        assert self.lm.slim is not None
+        return Says(self.lm.slim)
+
+    def early_exit(self, count: int) -> None:
+        """There is none."""
+
+    def cost_share(self, count: int) -> float:
+        return count / self.count
+
+    def reference(self, layers: Any) -> Any:
+        raise NotImplementedError
 
 
 def chain(*tokens: int) -> dict[int, dict[int, float]]:
@@ -127,13 +140,13 @@ def test_the_target_is_asked_about_what_is_unlikely() -> None:
 
 def test_a_guess_that_is_not_allowed_ends_the_block() -> None:
     target = Says({token: {40: 1.0} for token in range(41)}, slim=chain(*TEXT, 0))
-    tokens, step = run(target, ViaSD(inner=Fixed(*TEXT)), 6, banned=[[3]])
+    tokens, step = run(target, ViaSD(inner=Fixed(*TEXT)), 6, bad_words=[[3]])
     assert step.tree.tokens == [0, 1, 2] and 3 not in tokens
 
 
 def test_nothing_is_drafted_behind_a_stop_token() -> None:
     target = Says({token: {40: 1.0} for token in range(41)}, slim=chain(*TEXT, 0))
-    tokens, step = run(target, ViaSD(inner=Fixed(*TEXT)), 9, stop_tokens=[3])
+    tokens, step = run(target, ViaSD(inner=Fixed(*TEXT)), 9, stop_token_ids=[3])
     assert tokens == [1, 2, 3] and step.tree.tokens == [0, 1, 2, 3]
 
 
@@ -224,12 +237,19 @@ def test_its_price_is_stated_and_its_exact_form_is_proven(toy: Model, toy_draft:
     assert found["exact: same seed = plain"].verdict == "pass" and not any(c.failed for c in found.values())
 
 
+def test_a_model_with_a_state_of_its_own_is_its_own_slim_verifier() -> None:
+    mamba = wrap(build("mamba", state_size=8, num_hidden_layers=4))
+    plain = mamba.generate([1, 2, 3, 1, 2, 3, 1], method="plain", max_tokens=16).tokens
+    assert mamba.generate([1, 2, 3, 1, 2, 3, 1], method="via_sd", exact=True, max_tokens=16).tokens == plain
+
+
 def test_a_model_that_cannot_be_cut_is_refused(toy_draft: LM) -> None:
-    native = wrap(build("mamba", state_size=8))
-    with pytest.raises(UnsupportedModel, match="via_sd runs the target without some of its layers"):
-        native.generate([1, 2, 3], method="via_sd", max_tokens=3)
+    whole = Model(ToyLM())
+    whole.lm.layers = None
+    with pytest.raises(UnsupportedModel, match="cannot be run without some of its layers"):
+        whole.generate([1, 2, 3], method="via_sd", max_tokens=3)
     checks = list(
-        answered(questions(VerifyPlan(native, [[1, 2]], max_tokens=3), [Subject("via_sd", {"method": "via_sd"})])[-1:])
+        answered(questions(VerifyPlan(whole, [[1, 2]], max_tokens=3), [Subject("via_sd", {"method": "via_sd"})])[-1:])
     )
     assert checks[0].verdict == "skip" and "without some of its layers" in checks[0].summary
     drafter = registry.method("via_sd")
@@ -295,24 +315,24 @@ def test_a_search_finds_the_layers_that_do_nothing(cost: slim_layers.Cost) -> No
     for idle in (1, 4):
         lm.qkvo[idle][:, 32:48] = 0.0
     texts = [[(7 * i + k) % VOCAB for i in range(20)] for k in range(3)]
-    found = slim_layers.search(lm, texts, skip=1 / 3, cost=cost)
+    found = slim_layers.search(lm.layers, texts, skip=1 / 3, cost=cost)
     assert found.layers == [0, 2, 3, 5] and found.cost == pytest.approx(0.0, abs=1e-9)
     assert found.agreement == 1.0
-    assert found.even > 0 and slim_layers.search(lm, texts, skip=1 / 3, cost=cost) == found
+    assert found.even > 0 and slim_layers.search(lm.layers, texts, skip=1 / 3, cost=cost) == found
     with pytest.raises(UsageError, match="texts of two tokens"):
-        slim_layers.search(lm, [[1]])
+        slim_layers.search(lm.layers, [[1]])
 
 
 def test_the_same_slice_is_made_once_and_cleared_with_its_model() -> None:
     lm = wrap(build("llama", num_key_value_heads=2)).lm
-    part = lm.slice([0, 2])  # type: ignore[attr-defined]
-    assert lm.slice((0, 2)) is part and lm.slice([0, 1]) is not part  # type: ignore[attr-defined]
+    part = lm.layers.slice([0, 2])  # type: ignore[attr-defined]
+    assert lm.layers.slice((0, 2)) is part and lm.layers.slice([0, 1]) is not part  # type: ignore[attr-defined]
     row = part.acquire([])
-    part.sync([[1] * 30], [row])
+    part.feed([[1] * 30], [row])
     part.release(row)
     lm.clear()
-    assert part.rows[row].tokens == []
-    whole = lm.trial(range(3)).native([1, 2, 3], 3)  # type: ignore[attr-defined]
+    assert part.slots[row].tokens == []
+    whole = lm.layers.reference(range(3)).native([1, 2, 3], 3)  # type: ignore[attr-defined]
     assert torch.equal(whole, lm.reference().native([1, 2, 3], 3))
 
 
@@ -343,5 +363,5 @@ def test_scores_are_not_needed_to_observe(toy: Model) -> None:
     """What is learned comes from the tokens: no pass of the slim verifier, nothing to learn."""
     drafter = ViaSD(inner=Fixed(*TEXT), exact=True)
     seq = _asked(drafter)
-    drafter.observe(seq, Step(Tree([0]), [0], [5], [0]), Scores(torch.zeros(1, VOCAB)))
+    drafter.observe(seq, Step(Tree([0]), [0], [5], [0]), Scores(Logits(torch.zeros(1, VOCAB))))
     assert not drafter._held

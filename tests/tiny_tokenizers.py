@@ -150,7 +150,7 @@ class Reciter(CachelessLM):
         super().__init__()
         self.pieces, self.text, self.sure = Vocabulary(tokenizer, len(tokenizer)), text.encode(), sure
         self.whole = self.pieces.encode(text)
-        self.vocab, self.context = len(tokenizer), 4096
+        self.vocab, self.max_length = len(tokenizer), 4096
         self.fed = 0  # tokens that passed through it
 
     def following(self, tokens: list[int]) -> int:
@@ -169,11 +169,11 @@ class Reciter(CachelessLM):
     def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         found = []
         for job in jobs:
-            held = self.rows[job.row].tokens + job.pending
+            held = self.slots[job.slot].tokens + job.pending
             self.fed += len(job.tokens)
-            assert job.tree is not None or job.pending
+            assert job.layout is not None or job.pending
             logits = None
-            if job.tree is not None:
+            if job.layout is not None:
                 nodes = range(job.since, len(job.tree))
                 paths = [[job.tree.tokens[n] for n in job.tree.path(node)] for node in nodes]
                 logits = torch.stack([self.logits(held + path) for path in paths])

@@ -113,7 +113,7 @@ def replay(
 ) -> ReplayResult:
     """Run the loop over all recordings, one after the other, with a drafter that starts with nothing learned."""
     target = ReplayLM(model.lm, recordings)
-    stand_in = Model(target, model.tokenizer, model.stop_tokens)
+    stand_in = Model(target, model.tokenizer, model.stop_token_ids)
     drafter, (name, options) = drafter_of(model, candidate, drafts), registry.parse(candidate.policy)
     policy = registry.policy(name, **options)
     work, total = [], Stats()

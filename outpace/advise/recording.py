@@ -49,7 +49,7 @@ def record(
     model: Model, prompts: list[list[int]], max_tokens: int, sampling: Sampling, done: Callable[[], object]
 ) -> list[Recording]:
     """Plain decoding's answers to all prompts; `done` is called after each answer."""
-    engine = Engine(model.lm, max_rows=1, overlap=False)  # one after the other, as a drafter that learns will see them
+    engine = Engine(model.lm, max_batch=1, overlap=False)  # one after the other, as a drafter that learns will see them
     drafter = method("auto", candidates=EXPLORERS) if model.lm.trees else method("plain")
     found = {}
     for prompt in prompts:
@@ -69,7 +69,7 @@ def _take(recording: Recording, event: Event) -> None:
     step, scores = event.step, event.scores
     assert step is not None and scores is not None
     start = len(recording.answer)
-    top = scores.logits.topk(min(TOP, scores.logits.shape[-1])).indices.tolist()  # [nodes, TOP]
+    top = scores.logits.all().topk(min(TOP, scores.logits.all().shape[-1])).indices.tolist()  # [nodes, TOP]
     at = {node: start + depth for depth, node in enumerate(step.path)}
     recording.likely |= dict(zip(places(step.tree, at), top, strict=True))
     recording.answer += step.tokens

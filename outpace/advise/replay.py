@@ -13,12 +13,31 @@ import torch
 from torch import Tensor
 
 from outpace.advise.recording import Recording, places
-from outpace.core.lm import LM, Reference
+from outpace.core.lm import LM, Layers, Reference
 from outpace.errors import UsageError
 from outpace.models.cacheless import CachelessLM
 from outpace.models.segment import Segment, SegmentOutput
 
 CERTAIN = 1e6  # a logit that no noise and no filter can move from the top
+
+
+class ReplayLayers:
+    """The target's layers: a draft of some of them has to run. It cannot share slots with a recording."""
+
+    def __init__(self, layers: Layers):
+        self._layers, self.count = layers, layers.count
+
+    def slice(self, layers: Seq[int], compile: bool = True) -> LM:
+        return self._layers.slice(layers, compile)
+
+    def early_exit(self, count: int) -> None:
+        """There is none."""
+
+    def cost_share(self, count: int) -> float:
+        return self._layers.cost_share(count)
+
+    def reference(self, layers: Seq[int]) -> Reference:
+        return self._layers.reference(layers)
 
 
 class ReplayLM(CachelessLM):
@@ -27,32 +46,32 @@ class ReplayLM(CachelessLM):
     def __init__(self, target: LM, recordings: Seq[Recording]):
         super().__init__()
         self.recording: Recording | None = None  # what is replayed now
-        self.vocab, self.context, self.trees, self.stack = target.vocab, target.context, target.trees, target.stack
-        self._target = target
+        self.vocab, self.max_length, self.trees = target.vocab, target.max_length, target.trees
+        self.layers = None if target.layers is None else ReplayLayers(target.layers)
         self._endings = _by_ending(recordings)
         self._latest: dict[int, list[int]] = {}  # token -> what was last likely after it
 
-    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+    def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         if taps:
             raise UsageError("a method that reads hidden states cannot be replayed from a recording of tokens")
-        return [SegmentOutput(None if job.tree is None else self._score(job), {}) for job in jobs]
+        return [SegmentOutput(None if s.layout is None else self._score(s), {}) for s in segments]
 
-    def _score(self, job: Segment) -> Tensor:  # [new nodes, vocab]
-        tree, recording = job.tree, self.recording
-        assert tree is not None and recording is not None
-        held = job.start + len(job.pending)  # tokens before the root
+    def _score(self, segment: Segment) -> Tensor:  # [new nodes, vocab]
+        tree, recording = segment.tree, self.recording
+        assert recording is not None
+        held = segment.start + len(segment.pending)  # tokens before the root
         path = tree.walk(recording.text[held:])
         at = {node: held + 1 + depth - len(recording.prompt) for depth, node in enumerate(path)}
-        logits = torch.zeros(len(tree) - job.since, self.vocab)
-        for node, place in list(enumerate(places(tree, at)))[job.since :]:
+        logits = torch.zeros(len(tree) - segment.since, self.vocab)
+        for node, place in list(enumerate(places(tree, at)))[segment.since :]:
             token = tree.tokens[node]
             before = tree.tokens[tree.parents[node]] if node else recording.text[held - 1]
             likely = recording.likely.get(place) or self._alike(before, token)
             self._latest[token] = likely
             for rank, successor in enumerate(likely):
-                logits[node - job.since, successor] = float(len(likely) - rank)
+                logits[node - segment.since, successor] = float(len(likely) - rank)
             if node in at and at[node] < len(recording.answer):
-                logits[node - job.since, recording.answer[at[node]]] = CERTAIN
+                logits[node - segment.since, recording.answer[at[node]]] = CERTAIN
         return logits
 
     def _alike(self, before: int, token: int) -> list[int]:
@@ -62,12 +81,6 @@ class ReplayLM(CachelessLM):
     def _elsewhere(self, *ending: int) -> list[int]:
         found = self._endings.get(ending, {})
         return found.get(id(self.recording)) or next(iter(found.values()), [])
-
-    def slice(self, layers: Seq[int], eager: bool = False) -> LM:
-        return self._target.slice(layers, eager)  # a draft of the target's own layers has to run
-
-    def share(self, layers: int) -> float:
-        return self._target.share(layers)
 
     def reference(self) -> Reference:
         raise UsageError("a recording has no reference")

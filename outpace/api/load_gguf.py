@@ -1,19 +1,28 @@
-"""load: a GGUF file becomes a `Model`; its tokenizer and its chat template come with it."""
+"""Loads GGUF files; the tokenizer and the chat template of a file come with it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from outpace.api import demo_weights
+from outpace.api.load_options import LoadOptions
 from outpace.api.model import Model
+from outpace.errors import UsageError
 from outpace.models.gguf import repack
 from outpace.models.gguf.lm import LlamaLM
 from outpace.models.gguf.runtime import File
 from outpace.models.gguf.tokenizer import tokenizer
 
 
-def load(path: Path, device: str | None = None, cache_limit: int | None = None, exact: bool = True) -> Model:
-    """`device`: cpu, or any other name for all layers on the GPU that this build of llama.cpp has."""
-    offload = None if device is None else not device.startswith("cpu")
-    file = repack.faster(path, offload) if exact else File(path, offload, exact=False)
-    ends = {token for token in range(file.vocab) if file.tokens.is_eog(token)}
-    return Model(LlamaLM(file, cache_limit), tokenizer(file), ends, path.stem)
+def load(name: str, options: LoadOptions) -> Model:
+    """The device is cpu, or any other name for all layers on the GPU that this build of llama.cpp has."""
+    if options.dtype is not None or options.quantize is not None or options.compile is not None:
+        raise UsageError(
+            "a GGUF file is run as it is: dtype, quantize, compile and training are for Transformers models"
+        )
+    path = demo_weights.gguf(name) if name.removesuffix(".gguf") in demo_weights.SHELF else Path(name)
+    offload = None if options.device is None else not str(options.device).startswith("cpu")
+    bitwise = options.bitwise is not False
+    file = repack.faster(path, offload) if bitwise else File(path, offload, bitwise=False)
+    stops = {token for token in range(file.vocab) if file.tokens.is_eog(token)}
+    return Model(LlamaLM(file, options.kv_cache_bytes), tokenizer(file), stops, path.stem)

@@ -13,7 +13,7 @@ from torch import OutOfMemoryError
 
 from outpace import registry
 from outpace.api.request import Request
-from outpace.api.stream import Piece, Stream
+from outpace.api.stream import Chunk, Stream
 from outpace.core.drafter import Drafter
 from outpace.core.engine import Engine, Event
 from outpace.core.lm import LM
@@ -35,10 +35,10 @@ from outpace.tracing.trace import TraceWriter
 class Model:
     """A target model with its tokenizer, ready to generate by any method."""
 
-    def __init__(self, lm: LM, tokenizer: Tokenizer | None = None, stop_tokens: Iterable[int] = (), name: str = ""):
+    def __init__(self, lm: LM, tokenizer: Tokenizer | None = None, stop_token_ids: Iterable[int] = (), name: str = ""):
         self.lm = lm
         self.tokenizer = tokenizer
-        self.stop_tokens = frozenset(stop_tokens)
+        self.stop_token_ids = frozenset(stop_token_ids)
         self.name = name
         self.engine = Engine(lm)
         self._methods: dict[Any, Drafter] = {}  # so that what a method learned serves the next call
@@ -47,13 +47,13 @@ class Model:
         self._compilers: dict[frozenset[int], GrammarCompiler] = {}
 
     @property
-    def max_rows(self) -> int:
+    def max_batch(self) -> int:
         """How many requests run at a time; further ones wait."""
-        return self.engine.scheduler.max_rows
+        return self.engine.scheduler.max_batch
 
-    @max_rows.setter
-    def max_rows(self, count: int) -> None:
-        self.engine.scheduler.max_rows = count
+    @max_batch.setter
+    def max_batch(self, count: int) -> None:
+        self.engine.scheduler.max_batch = count
 
     def generate(self, prompt: Any, *, trace: str | Path | TraceWriter | None = None, **settings: Any) -> Any:
         """Complete one prompt, or a list of them as one batch; `n` samples of one prompt come as a list.
@@ -87,7 +87,7 @@ class Model:
             stream.cancel()
         return _results(stream, many)
 
-    async def astream(self, prompt: Any, **settings: Any) -> AsyncIterator[Piece]:
+    async def astream(self, prompt: Any, **settings: Any) -> AsyncIterator[Chunk]:
         """`stream` in an event loop; leaving the loop over it cancels the rest."""
         stream = await asyncio.to_thread(self.stream, prompt, **settings)
         try:
@@ -102,7 +102,8 @@ class Model:
 
     def weights_changed(self) -> None:
         """The weights have changed, in place: use nothing that was computed with the old ones."""
-        self.worker.call(self.lm.refresh)
+        weights = self.lm.weights
+        self.worker.call(self.lm.clear if weights is None else weights.changed)
 
     @property
     def worker(self) -> Worker:
@@ -164,12 +165,12 @@ class Model:
     def sequence(self, request: Request, stream: int = 0) -> Sequence:
         """The request as the engine takes it; `stream` tells the samples of one prompt apart."""
         tokens = encode(request.prompt, self.tokenizer, self.lm.vocab)
-        room = self.lm.context - len(tokens)
+        room = self.lm.max_length - len(tokens)
         if room < 1:
-            raise UsageError(f"the prompt has {len(tokens)} tokens and the model holds {self.lm.context}")
-        stops = frozenset(request.stop_tokens) | (frozenset() if request.ignore_eos else self.stop_tokens)
+            raise UsageError(f"the prompt has {len(tokens)} tokens and the model holds {self.lm.max_length}")
+        stops = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self.stop_token_ids)
         rules = Constraints(
-            request.min_tokens, tuple(sorted(stops)), self._banned(request), tuple(request.processors),
+            request.min_tokens, tuple(sorted(stops)), self._bad_words(request), tuple(request.logits_processors),
             self._grammar(request, len(tokens), stops),
         )  # fmt: skip
         drafter = self.method(request)
@@ -246,12 +247,12 @@ class Model:
             return None
         return TextStream(self.tokenizer, stops, request.min_tokens)
 
-    def _banned(self, request: Request) -> tuple[tuple[int, ...], ...]:
+    def _bad_words(self, request: Request) -> tuple[tuple[int, ...], ...]:
         out = []
-        for word in request.banned:
+        for word in request.bad_words:
             if isinstance(word, str):
                 if self.tokenizer is None:
-                    raise UsageError("banned words need a tokenizer; pass token sequences")
+                    raise UsageError("bad_words need a tokenizer; pass token sequences")
                 # A word is spelled differently at the start of a text and after a space.
                 forms = {tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in (word, " " + word)}
                 out += [form for form in forms if form]
@@ -260,7 +261,11 @@ class Model:
         return tuple(out)
 
     def _grammar(self, request: Request, start: int, stops: frozenset[int]) -> Any:
-        sources: dict[str, Any] = {"json_schema": request.json_schema, "regex": request.regex, "lark": request.lark}
+        sources: dict[str, Any] = {
+            "json_schema": request.json_schema,
+            "regex": request.regex,
+            "grammar": request.grammar,
+        }
         given = {name: source for name, source in sources.items() if source is not None}
         if not given:
             return None

@@ -35,23 +35,25 @@ class Request:
     max_tokens: int = 256
     min_tokens: int = 0
     stop: str | Seq[str] = ()
-    stop_tokens: Seq[int] = ()
+    stop_token_ids: Seq[int] = ()
     ignore_eos: bool = False
-    banned: Seq[str | Seq[int]] = ()  # words, or token sequences, that must not appear
+    bad_words: Seq[str | Seq[int]] = ()  # words, or token sequences, that must not appear
     logprobs: int | None = None
     processed_logprobs: bool = False  # of the law that was sampled, after all settings, not of the model's own
     n: int = 1
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
-    lark: str | None = None  # a grammar in llguidance's Lark syntax
-    processors: Seq[Callable[[Tensor, Tensor], Tensor]] = ()  # Transformers' LogitsProcessor objects, as they are
+    grammar: str | None = None  # a grammar in llguidance's Lark syntax
+    logits_processors: Seq[
+        Callable[[Tensor, Tensor], Tensor]
+    ] = ()  # Transformers' LogitsProcessor objects, as they are
     sampling: Sampling = field(default_factory=Sampling)
     options: dict[str, Any] = field(default_factory=dict)  # of the method
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or self.min_tokens < 0 or self.n < 1:
             raise UsageError("max_tokens and n must be at least 1, and min_tokens at least 0")
-        constraints = {"json_schema": self.json_schema, "regex": self.regex, "lark": self.lark}
+        constraints = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
         given = [name for name, source in constraints.items() if source is not None]
         if len(given) > 1:
             raise UsageError(f"one constraint at a time, not {' and '.join(given)}")

@@ -11,8 +11,9 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from outpace.core.engine import Event
-from outpace.core.sequence import FinishReason, Logprob, Sequence, Step
+from outpace.core.sequence import FinishReason, Sequence, Step
 from outpace.core.stats import Stats
+from outpace.sampling.logprobs import Logprob
 from outpace.text import TextStream
 from outpace.tracing.trace import TraceWriter
 
@@ -50,11 +51,11 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """What one pass added to a stream."""
 
     text: str
-    drafted: list[tuple[str, bool]]  # the same text in runs: True where it came from accepted guesses
+    spans: list[tuple[str, bool]]  # the same text in spans: True where it came from accepted draft tokens
     tokens: list[int]
     step: Step | None
     index: int = 0  # which prompt
@@ -65,7 +66,7 @@ class EndOfMail:
     """Ends a mailbox: nothing comes after it."""
 
 
-Mail = Piece | Exception | EndOfMail
+Mail = Chunk | Exception | EndOfMail
 
 
 class Mailbox:
@@ -121,7 +122,7 @@ class Listener:
         except Exception as error:
             self.mailbox.put(error)
 
-    def _piece(self, event: Event) -> Piece:
+    def _piece(self, event: Event) -> Chunk:
         seq, tokens = event.seq, [] if event.step is None else event.step.tokens
         runs: list[tuple[str, bool]] = []
         if isinstance(seq.watcher, TextStream):
@@ -130,10 +131,10 @@ class Listener:
             if not self.whole:
                 runs = [(span.text, seq.drafted[span.token]) for span in seq.watcher.take()]
         text = "".join(text for text, _ in runs)
-        return Piece(text, runs, tokens, event.step, self.index, Completion.of(seq) if seq.finished else None)
+        return Chunk(text, runs, tokens, event.step, self.index, Completion.of(seq) if seq.finished else None)
 
 
-class Stream(Iterator[Piece]):
+class Stream(Iterator[Chunk]):
     """Pieces of one or more requests as they come; `completions` is what has been read of each.
 
     The requests run whether or not anyone reads. Closing the stream, or dropping it, cancels what still runs.
@@ -152,7 +153,7 @@ class Stream(Iterator[Piece]):
         # Nothing on the engine's thread refers to the stream, so one that is dropped is collected.
         weakref.finalize(self, model.cancel, seqs).atexit = False
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> Chunk:
         if self._over:
             raise StopIteration
         piece = self._take(self._mailbox.get())
@@ -163,7 +164,7 @@ class Stream(Iterator[Piece]):
     def __aiter__(self) -> Stream:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> Chunk:
         if self._over:
             raise StopAsyncIteration
         piece = self._take(await self._mailbox.wait())
@@ -171,7 +172,7 @@ class Stream(Iterator[Piece]):
             raise StopAsyncIteration
         return piece
 
-    def _take(self, mail: Mail) -> Piece | None:
+    def _take(self, mail: Mail) -> Chunk | None:
         if isinstance(mail, EndOfMail):
             self._mailbox.put(mail)  # for other threads that read
             return None

@@ -163,7 +163,7 @@ class TransformersContestant(TimedContestant):
         return BatchAnswers(tokens, None, compared=settings.greedy)
 
     def _generate(self, prompts: list[list[int]], settings: AnswerSettings) -> list[list[int]]:
-        model, stops = transformers_model(self.model), self.model.stop_tokens
+        model, stops = transformers_model(self.model), self.model.stop_token_ids
         width = max(map(len, prompts))
         padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

@@ -90,10 +90,10 @@ def ask(plan: BenchPlan, model: Model, prompts: Seq[tasks.Prompt], done: Callabl
 
 
 def _fitting(asked: Turn, plan: BenchPlan, model: Model) -> Turn:
-    if len(asked.tokens) + plan.max_tokens > model.lm.context:
+    if len(asked.tokens) + plan.max_tokens > model.lm.max_length:
         raise UsageError(
             f"{asked.task} {asked.name} has {len(asked.tokens)} tokens, and with {plan.max_tokens} new ones the "
-            f"model, which holds {model.lm.context}, is full: lower --max-tokens or --context"
+            f"model, which holds {model.lm.max_length}, is full: lower --max-tokens or --context"
         )
     return asked
 

@@ -12,9 +12,9 @@ import numpy as np
 from outpace.bench.record import BenchRecord
 from outpace.bench.run import Condition, Run
 from outpace.bench.specs import PLAIN, TRANSFORMERS
-from outpace.core.sequence import first_difference
 from outpace.core.stats import Stats
 from outpace.errors import UsageError
+from outpace.text import first_difference
 
 RESAMPLES, SEED = 2000, 0
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from outpace.cli.common import DEFAULT_MODEL, Loading, app, load_model, reports_errors, stderr
-from outpace.cli.flags import AsJson, Device, Dtype, Eager, MaxTokens, Quantize, Seed, Temperature, TopK, TopP
+from outpace.cli.flags import AsJson, Compile, Device, Dtype, MaxTokens, Quantize, Seed, Temperature, TopK, TopP
 from outpace.errors import UsageError
 from outpace.prompts import tasks
 from outpace.registry import catalogue
@@ -49,7 +49,7 @@ def advise(
     as_json: AsJson = False,
     dtype: Dtype = None,
     device: Device = None,
-    eager: Eager = False,
+    compile: Compile = None,
     quantize: Quantize = None,
 ) -> None:
     """Rank methods, drafts and depths by predicted speed-up on your prompts, then measure the best."""
@@ -59,7 +59,7 @@ def advise(
     for spec in chosen:
         catalogue.check("method", spec, provided=["draft"])
     sampling = Sampling(temperature, top_k, top_p, seed=seed)
-    loading = Loading(dtype, device, eager=eager, quantize=quantize)
+    loading = Loading(dtype, device, compile=compile, quantize=quantize)
     for name in (model, *draft):
         loading.check(name)
     found = tasks.load(prompts, limit=limit)

@@ -33,11 +33,11 @@ from outpace.cli.common import (
 )
 from outpace.cli.flags import (
     AsJson,
+    Bitwise,
+    Compile,
     Device,
     Draft,
     Dtype,
-    Eager,
-    Exact,
     Quantize,
     QuantizeDraft,
     Seed,
@@ -123,8 +123,8 @@ def bench(
     rounds: Rounds = 3,
     dtype: Dtype = None,
     device: Device = None,
-    exact: Exact = None,
-    eager: Eager = False,
+    bitwise: Bitwise = None,
+    compile: Compile = None,
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
     output: Output = None,
@@ -153,7 +153,7 @@ def bench(
             tuple(task), prompts, limit, tuple(batch), tuple(context), tuple(temperature), top_p, top_k, seed,
             max_tokens,
         )  # fmt: skip
-        loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
+        loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft)
         loading.check(model, draft)
         checks.writable(trace, "the trace")
         policies = [MethodSpec.checked("policy", text) for text in dict.fromkeys(policy)]

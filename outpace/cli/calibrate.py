@@ -45,7 +45,7 @@ def calibrate(
     device: Device = None,
 ) -> None:
     """Fit graft's gates and template, and via_sd's layers, to traces; used as graft:calibration=FILE."""
-    loading = Loading(dtype, device, eager=True)
+    loading = Loading(dtype, device, compile=False)
     if layers_of is not None:
         loading.check(layers_of)
     for path in traces:
@@ -108,11 +108,12 @@ def _graft_tables(fitted: Calibration) -> list[Table]:
 
 
 def _layers(name: str, traces: Seq[Trace], wanted: tuple[float, int], loading: Loading) -> tuple[dict[str, Any], Table]:
-    from outpace.drafting.slim_search import layered, search
+    from outpace.core.lm import layers_of
+    from outpace.drafting.slim_search import search
 
     texts = {tuple((request.prompt + request.tokens)[-LENGTH:]) for trace in traces for request in trace.requests}
     lm = load_model(name, loading).lm
-    model = layered(lm, "via_sd")
+    model = layers_of(lm)
     wrong = [token for text in texts for token in text if token >= lm.vocab]
     if wrong:
         raise UsageError(
@@ -120,7 +121,7 @@ def _layers(name: str, traces: Seq[Trace], wanted: tuple[float, int], loading: L
         )
     with stderr.status(f"searching the layers of {name}"):
         found = search(model, [list(text) for text in sorted(texts)[:TEXTS]], wanted[0], steps=wanted[1])
-    return asdict(found), _layers_table(found, model.stack)
+    return asdict(found), _layers_table(found, model.count)
 
 
 def _layers_table(found: LayerChoice, count: int) -> Table:

@@ -85,8 +85,8 @@ class Loading(NamedTuple):
 
     dtype: str | None = None
     device: str | None = None
-    exact: bool | None = None
-    eager: bool = False
+    bitwise: bool | None = None
+    compile: bool | None = None
     quantize: str | None = None
     quantize_draft: str | None = None
 
@@ -96,9 +96,9 @@ class Loading(NamedTuple):
         checks.dtype(self.dtype)
         checks.device(self.device)
         checks.quantize(self.quantize)
-        if model.endswith(".gguf") and (self.dtype or self.quantize or self.eager):
+        if model.endswith(".gguf") and (self.dtype or self.quantize or self.compile is not None):
             raise UsageError(
-                "a GGUF file is run as it is: dtype, quantize, eager and training are for Transformers models"
+                "a GGUF file is run as it is: dtype, quantize, compile and training are for Transformers models"
             )
         if draft is not None:
             self.draft.check(draft)
@@ -107,8 +107,8 @@ class Loading(NamedTuple):
 
     @property
     def draft(self) -> Loading:
-        """The same for a draft: what it guesses need not be exact."""
-        return self._replace(exact=None, quantize=self.quantize_draft or self.quantize, quantize_draft=None)
+        """The same for a draft, whose tokens are verified and so need not be bitwise."""
+        return self._replace(bitwise=None, quantize=self.quantize_draft or self.quantize, quantize_draft=None)
 
 
 def load_model(name: str, how: Loading) -> Model:
@@ -121,16 +121,16 @@ def load_model(name: str, how: Loading) -> Model:
         demo_weights.fetch(name)  # shows its own progress, once
     with stderr.status(f"loading {name}"):
         model = load(
-            name, dtype=how.dtype, device=how.device, exact=how.exact, eager=how.eager or None, quantize=how.quantize
+            name, dtype=how.dtype, device=how.device, bitwise=how.bitwise, compile=how.compile, quantize=how.quantize
         )
-    spent = getattr(model.lm, "compile_seconds", 0.0)
+    spent = getattr(getattr(model.lm, "runner", None), "compile_seconds", 0.0)
     if spent:  # a compiler leaves much behind
         gc.collect()
     gc.enable()
     gc.freeze()  # to look through all that was imported takes 0.3 s, in the middle of an answer
     atexit.register(gc.unfreeze)  # or libraries would report all of it as lost
     if spent >= WORTH_SAYING:
-        stderr.print(f"[dim]compiled {name} in {spent:.0f} s; kept for the next run, `--eager` does without[/]")
+        stderr.print(f"[dim]Compiled {name} in {spent:.0f} s (kept for the next run; --no-compile skips it)[/]")
     return model
 
 
@@ -148,9 +148,10 @@ def load_draft(name: str | None, how: Loading) -> Model | None:
 
 def state_memory(model: Model, tokens: int) -> None:
     """Say what a run of so many tokens will take at most."""
-    memory = model.lm.memory(tokens)
-    if memory is not None:
-        stderr.print(f"[dim]{memory}[/]", highlight=False, soft_wrap=True)
+    weights = model.lm.weights
+    need = None if weights is None else weights.memory(tokens)
+    if need is not None:
+        stderr.print(f"[dim]{need}[/]", highlight=False, soft_wrap=True)
 
 
 def tracing(path: Path | None, lm: Model, probs: bool = False) -> AbstractContextManager[TraceWriter | None]:

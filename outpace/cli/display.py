@@ -24,7 +24,7 @@ def live(stream: Stream) -> Completion:
     start = time.perf_counter()
     try:
         for piece in stream:
-            for run, drafted in piece.drafted:
+            for run, drafted in piece.spans:
                 console.print(Text(run, style=GUESSED if drafted else ""), end="", soft_wrap=True)
     except KeyboardInterrupt:
         stream.close()

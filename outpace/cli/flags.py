@@ -26,14 +26,17 @@ Seed = Annotated[int, typer.Option(help="Same seed, same text, with or without s
 Settings = Annotated[list[str], typer.Option("--set", "-s", help="Any other setting, as name=value (see docs/api.md).")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default: float32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
-Eager = Annotated[bool, typer.Option("--eager", help="Run the layers as they are: no compiling, no graphs.")]
+Compile = Annotated[
+    bool | None,
+    typer.Option("--compile/--no-compile", help="Compile the layers, or run them as they are; default: large models."),
+]
 Quantize = Annotated[str | None, typer.Option(help="int8: keep the weights of linear layers as int8.")]
 QuantizeDraft = Annotated[
     str | None, typer.Option(help="int8: the same for the draft alone; the answer stays the target's.")
 ]
-Exact = Annotated[
+Bitwise = Annotated[
     bool | None,
-    typer.Option("--exact/--no-exact", help="Bit-identical passes: slower, and the default of GGUF files alone."),
+    typer.Option("--bitwise/--no-bitwise", help="Bit-identical passes: slower, and the default of GGUF files alone."),
 ]
 TracePath = Annotated[Path | None, typer.Option("--trace", help="Write what every pass did to this file (JSONL).")]
 TraceProbs = Annotated[bool, typer.Option("--trace-probs", help="Put the target's probabilities into the trace.")]

@@ -23,11 +23,11 @@ from outpace.cli.common import (
     tracing,
 )
 from outpace.cli.flags import (
+    Bitwise,
+    Compile,
     Device,
     Draft,
     Dtype,
-    Eager,
-    Exact,
     MaxTokens,
     Method,
     ModelName,
@@ -69,8 +69,8 @@ def generate(
     trace_probs: TraceProbs = False,
     dtype: Dtype = None,
     device: Device = None,
-    exact: Exact = None,
-    eager: Eager = False,
+    bitwise: Bitwise = None,
+    compile: Compile = None,
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
 ) -> None:
@@ -78,7 +78,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty")
-    loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft)
     given = {
         "method": method, "policy": policy, "verifier": verifier, "max_tokens": max_tokens,
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings), **pairs(option),
@@ -117,13 +117,13 @@ def chat(
     trace: TracePath = None,
     dtype: Dtype = None,
     device: Device = None,
-    exact: Exact = None,
-    eager: Eager = False,
+    bitwise: Bitwise = None,
+    compile: Compile = None,
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
 ) -> None:
     """Talk to a model; text that came from accepted guesses is green. Ctrl-C stops an answer, Ctrl-D ends."""
-    loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft)
     given = {
         "method": method, "policy": policy, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
         "seed": seed, **pairs(option),

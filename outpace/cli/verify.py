@@ -28,11 +28,11 @@ from outpace.cli.common import (
 )
 from outpace.cli.flags import (
     AsJson,
+    Bitwise,
+    Compile,
     Device,
     Draft,
     Dtype,
-    Eager,
-    Exact,
     PolicyName,
     Quantize,
     QuantizeDraft,
@@ -98,8 +98,8 @@ def verify(
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML to this file.")] = None,
     dtype: Dtype = None,
     device: Device = None,
-    exact: Exact = None,
-    eager: Eager = False,
+    bitwise: Bitwise = None,
+    compile: Compile = None,
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
 ) -> None:
@@ -109,7 +109,7 @@ def verify(
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings)}
     checks.sampling_setting(given, vars(Sampling()))
     sampling = Sampling(**given)
-    loading = Loading(dtype, device, exact, eager, quantize, quantize_draft)
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft)
     checks.writable(junit, "the JUnit file")
     if server is not None and (draft or quantize_draft):
         raise UsageError("--draft and --quantize-draft are for a model that runs here: a server has its own draft")

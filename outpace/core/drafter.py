@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from outpace.core.layout import Layout
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import Budget, Tree
-from outpace.errors import UsageError
 
 if TYPE_CHECKING:
     from outpace.core.lm import LM, Scores
 
 
 class Drafter:
-    """Base of all methods: what most of them leave as it is. One object serves every row of a batch."""
+    """Base of all methods: what most of them leave as it is. One object serves every sequence of a batch."""
 
     name: str = ""  # in the registry
     lossless: bool = True  # of a class: with its default options
@@ -38,12 +38,16 @@ class Drafter:
     def open(self, seq: Sequence) -> None:
         """A request was submitted: prepare for its `target`, or refuse it, before anything runs."""
 
+    def root(self, seq: Sequence) -> Layout:
+        """What is scored where nothing is drafted: the last token, whose key and value are not in the cache yet."""
+        return Tree([seq.tokens[-1]])
+
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         """A tree whose root is the last token of `seq`; no larger than `budget`."""
         raise NotImplementedError
 
-    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
-        """Trees for several rows; a drafter that runs a model does this in shared passes."""
+    def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Any]:
+        """Layouts, nearly always trees, for several sequences; a model that drafts does this in shared passes."""
         return [self.propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
@@ -51,21 +55,3 @@ class Drafter:
 
     def close(self, seq: Sequence) -> None:
         """The request ended; free what was held for it."""
-
-
-class Shaped(Drafter):
-    """A drafter whose trees are as large as its options say; a subclass brings them."""
-
-    depth: int
-    nodes: int  # 0: as many as a chain, or a tree of this width, of this depth has
-    width: int
-
-    def __post_init__(self) -> None:
-        given = (self.depth, self.nodes, self.width)
-        if not all(isinstance(n, int) for n in given) or self.depth < 0 or self.nodes < 0 or self.width < 1:
-            name, got = type(self).__name__.lower(), ", ".join(map(str, given))
-            raise UsageError(f"{name} needs depth >= 0, nodes >= 0 and width >= 1, whole numbers, got {got}")
-
-    @property
-    def shape(self) -> Budget:  # type: ignore[override]
-        return Budget(self.depth, self.nodes or self.depth * self.width, self.width)

@@ -1,12 +1,12 @@
-"""Engine: the loop. Guess a tree, let the target choose at every node in one pass, keep what it chose.
+"""Engine: the loop. Draft a tree, let the target choose at every node in one pass, keep what it chose.
 
-    tree = policy.prune(drafter.propose(seq, policy.budget(seq)))
+    tree = policy.select(drafter.propose(seq, policy.budget(seq)))
     scores = target.score(tree)
     step = verifier.verify(seq, tree, scores)
     target.keep(step.kept)
 
-It runs over a ragged batch: rows of different lengths, methods and sampling settings, which join and leave at any step.
-Code of one request that raises an error ends that request, and no other.
+It runs over a ragged batch: sequences of different lengths, methods and sampling settings, which join and leave at any
+step. Code of one request that raises an error ends that request, and no other.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from typing import NamedTuple
 
 import torch
 
+from outpace.core.layout import Layout
 from outpace.core.lm import LM, Scores
+from outpace.core.policy import PassReport
 from outpace.core.scheduler import Scheduler
 from outpace.core.sequence import Sequence, Step
 from outpace.core.stats import timed
-from outpace.core.tree import ROOT, Budget, Tree
+from outpace.core.tree import Budget
 from outpace.errors import CacheFull, RequestFailed
+
+Work = Callable[[list[Sequence]], None]  # on a group of sequences
 
 
 @dataclass(frozen=True)
@@ -31,15 +35,15 @@ class Event:
 
     seq: Sequence
     step: Step | None = None
-    scores: Scores | None = None  # of the nodes of the step's tree; passes that overlap have none to show
+    scores: Scores | None = None  # of the nodes of the step's layout; passes that overlap have none to show
     seconds: dict[str, float] = field(default_factory=dict)  # of the whole pass: prefill, draft, score, verify, keep
-    rows: int = 1  # requests that shared the pass
+    batch_size: int = 1  # requests that shared the pass
 
 
 class PassInFlight(NamedTuple):
     """A pass on its way."""
 
-    trees: dict[int, Tree]
+    layouts: dict[int, Layout]  # by sequence
     scores: dict[int, Scores]
     events: list[Event]  # of requests that left before it
     seconds: dict[str, float]
@@ -48,15 +52,15 @@ class PassInFlight(NamedTuple):
 class Engine:
     """Requests go in through `submit`; each `step` is one pass of the target over all that run. It knows no threads."""
 
-    def __init__(self, target: LM, max_rows: int = 16, overlap: bool = True):
+    def __init__(self, target: LM, max_batch: int = 16, overlap: bool = True):
         self.target = target
-        self.scheduler = Scheduler(target, max_rows)
+        self.scheduler = Scheduler(target, max_batch)
         self._overlap = overlap and target.asynchronous
-        self._late: list[Event] = []  # of the last pass, to be looked at while the next one runs
+        self._late: list[Event] = []  # of the last pass, to be delivered while the next one runs
 
     @property
     def idle(self) -> bool:
-        return not (self.scheduler.waiting or self.scheduler.running or self._late)
+        return self.scheduler.idle and not self._late
 
     @property
     def running(self) -> list[Sequence]:
@@ -64,8 +68,8 @@ class Engine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the host deals with one pass while the next one runs. That one reuses its output buffers, so events
-        then carry no scores."""
+        """Whether the host processes pass N while pass N + 1 runs on the device. Pass N + 1 reuses the output buffers
+        of pass N, so events then carry no scores."""
         return self._overlap and not any(seq.watched for seq in self.running)
 
     def submit(self, seq: Sequence) -> None:
@@ -73,12 +77,12 @@ class Engine:
         self.scheduler.submit(seq)
 
     def cancel(self, seq: Sequence) -> None:
-        """End a request now; what it has so far stays readable, and nothing more is heard of it."""
+        """End a request now. What it has so far stays readable, and no further events come."""
         self.scheduler.cancel(seq)
         self._late = [event for event in self._late if event.seq is not seq]
 
     def turn(self, deliver: Callable[[Event], object]) -> None:
-        """One pass over every running request, and its events; with overlap, the events of the pass before."""
+        """Run one pass over every running request, and deliver its events; with overlap, those of the pass before."""
         flight = self._begin()
         late, self._late = self._late, []
         for event in late:  # the pass is on its way: now there is time
@@ -92,7 +96,7 @@ class Engine:
                 deliver(event)
 
     def serve(self) -> bool:
-        """One pass, whose events go to the listeners of the requests; False when all of them have ended."""
+        """Run one pass, whose events go to the listeners of the requests; False when all of them have ended."""
         try:
             self.turn(_tell)
         except Exception as error:
@@ -102,19 +106,19 @@ class Engine:
         return not self.idle
 
     def run(self) -> Generator[Event]:
-        """Step until every request has ended; stopping early gives all rows back."""
+        """Step until every request has ended; stopping early gives all slots back."""
         try:
             while not self.idle:
                 events: list[Event] = []
                 self.turn(events.append)
                 yield from (event for event in events if event.seq.finish_reason != "cancelled")
         finally:
-            for seq in [*self.scheduler.waiting, *self.running]:
+            for seq in self.scheduler.all:
                 self.cancel(seq)
             self._late = []
 
     def step(self) -> list[Event]:
-        """One pass over every running request."""
+        """Run one pass over every running request."""
         return self._end(self._begin())
 
     def abort(self, error: Exception) -> list[Event]:
@@ -126,48 +130,54 @@ class Engine:
         return [Event(seq) for seq in failed]
 
     def _begin(self) -> PassInFlight:
-        """Guess, and send the pass off."""
+        """Draft, and send the pass off."""
         seconds: dict[str, float] = {}
         with timed(seconds, "prefill"):
             failed = self.scheduler.admit()
+        for seq in self.scheduler.feeding:
+            seq.stats.spend({"prefill": seconds["prefill"]})
         with timed(seconds, "draft"):
-            trees = self._draft(failed)
+            layouts = self._draft(failed)
         with timed(seconds, "score"):
-            scores = self._score(trees, failed)
+            scores = self._score(layouts, failed)
             if self.overlaps:
-                self._ahead(trees)
-        return PassInFlight(trees, scores, [Event(seq) for seq in failed], seconds)
+                self._run_ahead(layouts)
+        return PassInFlight(layouts, scores, [Event(seq) for seq in failed], seconds)
 
     def _end(self, flight: PassInFlight) -> list[Event]:
         """Wait for the pass, and commit what it says to the requests that run."""
-        trees, scores, events, seconds = flight.trees, flight.scores, flight.events, flight.seconds
-        with timed(seconds, "score"):
-            _finish(scores)
+        layouts, scores, events, seconds = flight.layouts, flight.scores, flight.events, flight.seconds
+        with timed(seconds, "score"):  # not counted as the time of what reads its result first
+            for found in scores.values():
+                found.wait()
         with timed(seconds, "verify"):
-            steps = {seq.id: self._verify(seq, trees[seq.id], scores[seq.id]) for seq in self.running}
+            steps = {seq.id: self._verify(seq, layouts[seq.id], scores[seq.id]) for seq in self.running}
         with timed(seconds, "keep"):
             kept = [(seq, step) for seq in self.running if (step := steps[seq.id]) is not None]
-            self.target.keep([step.kept for _, step in kept], [_row(seq) for seq, _ in kept])
-        with timed(seconds, "draft"):  # to learn from a pass is a part of the price of guessing
+            self.target.keep([step.kept for _, step in kept], [_slot(seq) for seq, _ in kept])
+            behind = [seq for seq, step in kept if len(step.kept) < len(step.tokens)]  # tokens without cache entries
+            self.target.feed([seq.tokens[:-1] for seq in behind], [_slot(seq) for seq in behind])
+        with timed(seconds, "draft"):  # learning from a pass is a part of the price of drafting
             for seq, step in kept:
                 self._observe(seq, step, scores[seq.id])
-        rows = len(self.running)
+        size = len(self.running)
+        self._report(PassReport(seconds, size, sum(map(len, layouts.values()))))
         for seq in list(self.running):
-            for name, spent in seconds.items():
-                seq.stats.seconds[name] = seq.stats.seconds.get(name, 0.0) + spent
-            events.append(Event(seq, steps[seq.id], scores[seq.id], seconds, rows))
+            seq.stats.spend(seconds)
+            events.append(Event(seq, steps[seq.id], scores[seq.id], seconds, size))
             if seq.finished:
                 self.scheduler.leave(seq)
         return events
 
-    def _draft(self, failed: list[Sequence]) -> dict[int, Tree]:
-        """A tree for each running sequence; those that share a drafter are drafted together."""
-        trees = {seq.id: Tree([seq.tokens[-1]]) for seq in self.running}
+    def _draft(self, failed: list[Sequence]) -> dict[int, Layout]:
+        """What to score for each running sequence; sequences that share a drafter are drafted together."""
+        layouts: dict[int, Layout] = {}
         budgets: dict[int, Budget] = {}
 
         def grant(group: list[Sequence]) -> None:
             for seq, budget in zip(group, group[0].policy.budgets(group, len(self.running)), strict=True):
-                room = min(seq.room - 1, self.target.context - len(seq.tokens))
+                layouts[seq.id] = seq.drafter.root(seq)
+                room = min(seq.room - 1, self.target.max_length - len(seq.tokens))
                 budgets[seq.id] = budget.within(room, self.target.trees)
 
         def propose(group: list[Sequence]) -> None:
@@ -175,27 +185,25 @@ class Engine:
                 drafted = group[0].drafter.propose_batch(group, [budgets[seq.id] for seq in group])
             except (RequestFailed, torch.OutOfMemoryError):
                 return  # a draft that cannot be made costs speed, never the answer
-            trees.update({seq.id: tree for seq, tree in zip(group, drafted, strict=True)})
+            layouts.update({seq.id: layout for seq, layout in zip(group, drafted, strict=True)})
 
-        def prune(group: list[Sequence]) -> None:
-            given = [trees[seq.id] for seq in group], [budgets[seq.id] for seq in group]
-            kept = group[0].policy.prune(group, *given, len(self.running))
-            trees.update({seq.id: tree for seq, tree in zip(group, kept, strict=True)})
+        def select(group: list[Sequence]) -> None:
+            given = [layouts[seq.id] for seq in group], [budgets[seq.id] for seq in group]
+            kept = group[0].policy.select(group, *given, len(self.running))
+            layouts.update({seq.id: layout for seq, layout in zip(group, kept, strict=True)})
 
         def prepare(group: list[Sequence]) -> None:
             for seq in group:
-                trees[seq.id] = seq.verifier.prepare(seq, trees[seq.id])
+                layouts[seq.id] = seq.verifier.prepare(seq, layouts[seq.id])
 
         self._guarded(_grouped(self.running, lambda seq: seq.policy), grant, failed)
         asked = [seq for seq in self.running if budgets[seq.id].depth and budgets[seq.id].nodes]
         self._guarded(_grouped(asked, lambda seq: seq.drafter), propose, failed)
-        self._guarded(_grouped(self.running, lambda seq: seq.policy), prune, failed)
+        self._guarded(_grouped(self.running, lambda seq: seq.policy), select, failed)
         self._guarded([[seq] for seq in self.running], prepare, failed)
-        return trees
+        return layouts
 
-    def _guarded(
-        self, groups: list[list[Sequence]], work: Callable[[list[Sequence]], None], failed: list[Sequence]
-    ) -> None:
+    def _guarded(self, groups: list[list[Sequence]], work: Work, failed: list[Sequence]) -> None:
         """Work on each group; where it raises an error, the requests of that group fail."""
         for group in groups:
             try:
@@ -205,61 +213,62 @@ class Engine:
                     self.scheduler.fail(seq, error)
                 failed += group
 
-    def _score(self, trees: dict[int, Tree], failed: list[Sequence]) -> dict[int, Scores]:
-        """Scores by sequence. When memory runs out the guesses go first, then a request has to wait, or to fail."""
+    def _score(self, layouts: dict[int, Layout], failed: list[Sequence]) -> dict[int, Scores]:
+        """Scores by sequence. When memory runs out the drafts go first, then a request has to wait, or to fail."""
         bare = False
         while self.running:
             try:
-                rows, picks = [_row(seq) for seq in self.running], [seq.verifier.pick(seq) for seq in self.running]
-                found = self.target.score([trees[seq.id] for seq in self.running], rows, picks=picks)
+                slots, picks = [_slot(seq) for seq in self.running], [seq.verifier.pick(seq) for seq in self.running]
+                found = self.target.score([layouts[seq.id] for seq in self.running], slots, picks=picks)
                 return {seq.id: scores for seq, scores in zip(self.running, found, strict=True)}
             except (CacheFull, torch.OutOfMemoryError) as error:
                 if bare:
-                    row = error.row if isinstance(error, CacheFull) else self.running[-1].row
-                    seq = next(seq for seq in self.running if seq.row == row)
+                    slot = error.slot if isinstance(error, CacheFull) else self.running[-1].slot
+                    seq = next(seq for seq in self.running if seq.slot == slot)
                     if not self.scheduler.make_room(seq, error):
                         failed.append(seq)
                 for seq in self.running:
-                    trees[seq.id] = seq.verifier.prepare(seq, Tree([seq.tokens[-1]]))
+                    layouts[seq.id] = seq.verifier.prepare(seq, seq.drafter.root(seq))
                 bare = True
             except Exception as error:
-                failed += self._culprits(trees) or [event.seq for event in self.abort(error)]
+                failed += self._culprits(layouts) or [event.seq for event in self.abort(error)]
         return {}
 
-    def _culprits(self, trees: dict[int, Tree]) -> list[Sequence]:
+    def _culprits(self, layouts: dict[int, Layout]) -> list[Sequence]:
         """Requests with which a pass breaks off, found by scoring each alone; they fail."""
         found: list[Sequence] = []
 
         def alone(group: list[Sequence]) -> None:
             (seq,) = group
-            self.target.score([trees[seq.id]], [_row(seq)], picks=[seq.verifier.pick(seq)])
+            self.target.score([layouts[seq.id]], [_slot(seq)], picks=[seq.verifier.pick(seq)])
 
         self._guarded([[seq] for seq in self.running], alone, found)
         return found
 
-    def _ahead(self, trees: dict[int, Tree]) -> None:
-        """Begin the next pass, too, where it is known: nobody guesses, and no one looks at what this one says."""
+    def _run_ahead(self, layouts: dict[int, Layout]) -> None:
+        """Begin the next pass, too, where it is known: nothing is drafted, and no one reads what this one says."""
+        ahead = self.target.run_ahead
         on = [seq for seq in self.running if seq.room > 1]
-        bare = all(len(trees[seq.id]) == 1 and seq.limits.logprobs is None and seq.policy.rests(seq) for seq in on)
-        if on and bare:
-            self.target.ahead([_row(seq) for seq in on], [seq.verifier.pick(seq) for seq in on])
+        bare = all(len(layouts[seq.id]) == 1 and seq.limits.logprobs is None and seq.policy.idle(seq) for seq in on)
+        if ahead is not None and on and bare:
+            ahead.begin([_slot(seq) for seq in on], [seq.verifier.pick(seq) for seq in on])
 
-    def _verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step | None:
-        seq.hidden = self.target.hidden(_row(seq))
+    def _verify(self, seq: Sequence, layout: Layout, scores: Scores) -> Step | None:
+        self._read_states(seq)
         start = len(seq.tokens)
         try:
-            return seq.verifier.verify(seq, tree, scores)
+            return seq.verifier.verify(seq, layout, scores)
         except RequestFailed as error:
             seq.fail(str(error))
             tokens = seq.tokens[start:]  # what was committed before it failed was found in the tree
-            path = tree.walk([tree.tokens[ROOT], *tokens])
-            return Step(tree, path, tokens, path) if tokens else None
+            path = layout.walk([layout.tokens[0], *tokens])
+            return Step(layout, path, tokens, path) if tokens else None
         except Exception as error:  # of a logits processor, say
             seq.fail(f"{type(error).__name__}: {error}", error)
             return None
 
     def _observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
-        seq.hidden = self.target.hidden(_row(seq))
+        self._read_states(seq)
         seq.stats.add(step)
         seq.drafted += [True] * step.accepted + [False] * (len(step.tokens) - step.accepted)
         try:
@@ -268,6 +277,18 @@ class Engine:
         except Exception as error:
             seq.fail(f"{type(error).__name__}: {error}", error)
 
+    def _report(self, report: PassReport) -> None:
+        for group in _grouped(self.running, lambda seq: seq.policy):
+            try:
+                group[0].policy.after_pass(report)
+            except Exception as error:
+                for seq in group:
+                    seq.fail(f"{type(error).__name__}: {error}", error)
+
+    def _read_states(self, seq: Sequence) -> None:
+        states = self.target.states
+        seq.hidden = None if states is None else states.read(_slot(seq))
+
 
 def _tell(event: Event) -> None:
     if event.seq.listener is not None:
@@ -275,22 +296,13 @@ def _tell(event: Event) -> None:
 
 
 def _grouped(seqs: list[Sequence], shared: Callable[[Sequence], object]) -> list[list[Sequence]]:
-    """Those that share an object together."""
+    """Sequences that share an object, together."""
     groups: dict[int, list[Sequence]] = {}
     for seq in seqs:
         groups.setdefault(id(shared(seq)), []).append(seq)
     return list(groups.values())
 
 
-def _row(seq: Sequence) -> int:
-    assert seq.row is not None, "a running sequence has a row"
-    return seq.row
-
-
-def _finish(scores: dict[int, Scores]) -> None:
-    """Wait for the device, so that the time of a pass is not counted as that of whoever reads its result first."""
-    for found in scores.values():
-        if found.chosen is not None:
-            found.chosen.wait()  # not for the next pass, which may have begun
-        elif found.logits.is_cuda:
-            torch.cuda.synchronize()
+def _slot(seq: Sequence) -> int:
+    assert seq.slot is not None, "a running sequence has a slot"
+    return seq.slot

@@ -1,14 +1,16 @@
 """Policies: how much to draft. Dynamic speculation is a policy, and works with every drafter.
 
 The rule that keeps a sampled draft exact: a policy may look at what was drafted and stop, it may never drop a token
-that was drawn. So `proceed` is asked after a token is in the tree, about the token after it.
+that was drawn. So `keep_drafting` is asked after a token is in the tree, about the token after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
+from outpace.core.layout import Layout
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Budget, Signal, Tree
 from outpace.errors import UsageError
@@ -37,42 +39,56 @@ class Policy:
         nodes = self.nodes if self.nodes is not None else max(shape.nodes, depth)
         return Budget(depth, nodes, width)
 
-    def budgets(self, seqs: Seq[Sequence], rows: int) -> list[Budget]:
-        """The same for all that run under this policy, in a pass that `rows` requests share."""
+    def budgets(self, seqs: Seq[Sequence], batch_size: int) -> list[Budget]:
+        """The budgets of all sequences under this policy, in a pass that `batch_size` requests share."""
         return [self.budget(seq) for seq in seqs]
 
-    def rests(self, seq: Sequence) -> bool:
-        """Whether its next tree will be a root alone, as far as is known before this pass was read."""
+    def idle(self, seq: Sequence) -> bool:
+        """Whether the next draft will be empty, as far as is known before this pass was read."""
         return not (seq.drafter.shape.depth if self.depth is None else self.depth)
 
-    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+    def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         """Whether to draft on after a token at `depth` for which the draft gave `signal`."""
         return True
 
     @property
-    def looks(self) -> bool:
-        """Whether `proceed` must be asked after every token, so that a draft cannot run on by itself."""
-        return type(self).proceed is not Policy.proceed
+    def watches_draft(self) -> bool:
+        """Whether `keep_drafting` must be asked after every token, so that a draft cannot run on by itself."""
+        return type(self).keep_drafting is not Policy.keep_drafting
 
-    def prune(self, seqs: Seq[Sequence], trees: Seq[Tree], budgets: Seq[Budget], rows: int) -> list[Tree]:
-        """What to verify of the trees of all that run under this policy, in a pass that `rows` requests share."""
-        fitting = [tree.trim(budget) for tree, budget in zip(trees, budgets, strict=True)]
-        return [self._sure(seq, tree) for seq, tree in zip(seqs, fitting, strict=True)] if self.looks else fitting
+    def select(self, seqs: Seq[Sequence], drafts: Seq[Any], budgets: Seq[Budget], batch_size: int) -> Seq[Layout]:
+        """The part of each draft that is scored, for all sequences under this policy."""
+        fitting = [draft.trim(budget) for draft, budget in zip(drafts, budgets, strict=True)]
+        if not self.watches_draft:
+            return fitting
+        return [self._sure(seq, draft) for seq, draft in zip(seqs, fitting, strict=True)]
 
     def _sure(self, seq: Sequence, tree: Tree) -> Tree:
-        """The tree without what follows tokens after which `proceed` would have stopped: a draft model has asked it
-        as it went, other methods draft at once."""
+        """The tree without what follows tokens after which `keep_drafting` would have stopped. A draft model has asked
+        it token by token; other methods draft at once."""
         if seq.drafter.model_source is not None or tree.probs:
             return tree
         depths, grows = tree.depths, {ROOT: True}
         for node in range(1, len(tree)):
             if grows.get(tree.parents[node]):
                 known = signal(tree, node)
-                grows[node] = known is None or self.proceed(seq, known, depths[node])
+                grows[node] = known is None or self.keep_drafting(seq, known, depths[node])
         return tree.select(grows)
 
     def observe(self, seq: Sequence, step: Step) -> None:
-        """Learn from a pass."""
+        """Learn from what a pass did to one sequence."""
+
+    def after_pass(self, report: PassReport) -> None:
+        """Learn from what a whole pass took."""
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass of the engine took, for all requests that shared it."""
+
+    seconds: dict[str, float]  # prefill, draft, score, verify, keep
+    batch_size: int  # requests
+    tokens: int  # nodes that were scored
 
 
 def signal(tree: Tree, node: int) -> Signal | None:

@@ -1,4 +1,7 @@
-"""Scheduler: which requests run. They wait, get a row of the target's cache, and give it back when they end."""
+"""Scheduler: which requests run. They wait, get a slot of the target's cache, and give it back when they end.
+
+Prompts are fed in pieces while other requests run, so that one long prompt does not stop the others.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,32 @@ from outpace.core.lm import LM, MemoryNeed
 from outpace.core.sequence import Sequence
 from outpace.errors import CacheFull, UsageError
 
+PROMPT_TOKENS = 512  # of prompts in one step, while other requests run
+
 
 class Scheduler:
-    """The queue of requests, the rows of those that run, and what happens when memory runs out."""
+    """The queue of requests, the slots of those that run, and what happens when memory runs out."""
 
-    def __init__(self, target: LM, max_rows: int = 16):
+    def __init__(self, target: LM, max_batch: int = 16):
         self.target = target
-        self.max_rows = max_rows
+        self.max_batch = max_batch
         self.waiting: deque[Sequence] = deque()
+        self.feeding: deque[Sequence] = deque()  # requests with a slot whose prompt is not in it yet
         self.running: list[Sequence] = []
         self.full = False  # memory ran out: no request is admitted before another one ends
 
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.feeding or self.running)
+
+    @property
+    def all(self) -> list[Sequence]:
+        return [*self.waiting, *self.feeding, *self.running]
+
     def submit(self, seq: Sequence) -> None:
         """Queue a request, or refuse it before anything runs."""
-        if len(seq.tokens) > self.target.context:
-            raise UsageError(f"the prompt has {len(seq.tokens)} tokens and the model holds {self.target.context}")
+        if len(seq.tokens) > self.target.max_length:
+            raise UsageError(f"the prompt has {len(seq.tokens)} tokens and the model holds {self.target.max_length}")
         seq.target, seq.vocab = self.target, self.target.vocab
         if seq.verifier.needs_trees and not self.target.trees:
             name = type(seq.verifier).__name__
@@ -34,45 +48,71 @@ class Scheduler:
         self.waiting.append(seq)
 
     def admit(self) -> list[Sequence]:
-        """Admit requests while there are rows and memory; returns those that failed.
+        """Give slots to requests while there are slots and memory, and feed prompts; returns the requests that failed.
 
         A request that does not fit beside the running ones waits for them.
         """
         failed = []
-        while self.waiting and len(self.running) < self.max_rows and not (self.full and self.running):
+        while self.waiting and len(self.running) + len(self.feeding) < self.max_batch and not self._must_wait:
             seq = self.waiting.popleft()
-            memory = self.target.memory(len(seq.tokens) + seq.room)
-            if memory is not None and not memory.fits:
-                seq.fail(f"the request does not fit into memory: {memory}; {_advice(memory, len(seq.tokens))}")
+            need = None if self.target.weights is None else self.target.weights.memory(len(seq.tokens) + seq.room)
+            if need is not None and not need.fits:
+                seq.fail(f"the request does not fit into memory: {need}; {_advice(need, len(seq.tokens))}")
                 self.leave(seq)
                 failed.append(seq)
                 continue
-            self.running.append(seq)
+            self.feeding.append(seq)
             try:
-                seq.row = self.target.acquire(seq.tokens[:-1], _taps(seq))
-                self.target.sync([seq.tokens[:-1]], [seq.row])
-            except (CacheFull, torch.OutOfMemoryError) as error:
-                if not self.make_room(seq, error):
-                    failed.append(seq)
+                seq.slot = self.target.acquire(seq.tokens[:-1], context=seq.context, taps=_taps(seq))
             except Exception as error:
-                self.fail(seq, error)
-                failed.append(seq)
+                self._failed(seq, error, failed)
+        self._feed(failed)
         return failed
+
+    @property
+    def _must_wait(self) -> bool:
+        return self.full and bool(self.running or self.feeding)
+
+    def _feed(self, failed: list[Sequence]) -> None:
+        """Feed prompts in the order in which they came: all of them, or so much that running requests hardly wait."""
+        left = PROMPT_TOKENS
+        while self.feeding and (left > 0 or not self.running):
+            seq = self.feeding[0]
+            assert seq.slot is not None, "it was acquired"
+            wanted = len(seq.tokens) - 1
+            try:
+                done = self.target.feed([seq.tokens[:-1]], [seq.slot], left if self.running else None)
+            except Exception as error:
+                self._failed(seq, error, failed)
+                continue
+            if not done:
+                return
+            left -= wanted
+            self.running.append(self.feeding.popleft())
+
+    def _failed(self, seq: Sequence, error: Exception, failed: list[Sequence]) -> None:
+        """A request could not be admitted: it waits if memory is the reason and others will free some."""
+        if isinstance(error, CacheFull | torch.OutOfMemoryError):
+            if not self.make_room(seq, error):
+                failed.append(seq)
+        else:
+            self.fail(seq, error)
+            failed.append(seq)
 
     def make_room(self, seq: Sequence, error: Exception) -> bool:
         """Let a request wait until another one has ended; False: it was alone in the batch, and failed."""
-        if len(self.running) == 1:
+        if len(self.running) + len(self.feeding) == 1:
             seq.fail(str(error))
             self.leave(seq)
             return False
-        self.running.remove(seq)
+        (self.running if seq in self.running else self.feeding).remove(seq)
         self._free(seq)
         self.waiting.appendleft(seq)
         self.full = True
         return True
 
     def fail(self, seq: Sequence, error: Exception) -> None:
-        """End a request with an error of its own code or of ours; its caller gets to see it as it is."""
+        """End a request with an error of its own code or of ours; its caller sees the error as it is."""
         seq.fail(f"{type(error).__name__}: {error}", error)
         self.leave(seq)
 
@@ -83,11 +123,10 @@ class Scheduler:
             self.leave(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """A request has ended: its row is free again."""
-        if seq in self.running:
-            self.running.remove(seq)
-        elif seq in self.waiting:
-            self.waiting.remove(seq)
+        """A request has ended: its slot is free again."""
+        for queue in (self.running, self.waiting, self.feeding):
+            if seq in queue:
+                queue.remove(seq)
         self._free(seq)
         self.full = False
         try:
@@ -96,13 +135,13 @@ class Scheduler:
             seq.fail(f"{type(error).__name__}: {error}", error)
 
     def _free(self, seq: Sequence) -> None:
-        if seq.row is not None:
-            self.target.release(seq.row)
-            seq.row = None
+        if seq.slot is not None:
+            self.target.release(seq.slot)
+            seq.slot = None
 
 
-def _advice(memory: MemoryNeed, prompt: int) -> str:
-    most = memory.available // memory.token - prompt
+def _advice(need: MemoryNeed, prompt: int) -> str:
+    most = need.available // need.token - prompt
     return f"lower max_tokens to {most}" if most > 0 else f"the prompt alone has {prompt} tokens"
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
+from outpace.core.layout import Layout
 from outpace.core.stats import Stats
 from outpace.core.tree import Tree
+from outpace.sampling.logprobs import Logprob, logprob_of
 
 if TYPE_CHECKING:
     from outpace.core.drafter import Drafter
-    from outpace.core.lm import LM
+    from outpace.core.lm import LM, Context, Logits
     from outpace.core.policy import Policy
     from outpace.core.verifier import Verifier
     from outpace.sampling.sampler import Sampler
@@ -34,43 +35,43 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Logprob:
-    """Log-probabilities under the model's own law, before any sampling setting, or under the law that was sampled."""
-
-    token: int
-    logprob: float
-    top: dict[int, float]
-    entropy: float  # of that law, in nats
-
-
-@dataclass(frozen=True)
 class Limits:
     """When a request ends."""
 
     max_tokens: int
     min_tokens: int = 0
-    stop_tokens: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None  # how many top tokens to report; None reports nothing
     processed: bool = False  # report the law that was sampled, after all settings, not the model's own
 
 
 @dataclass
 class Step:
-    """One pass of one sequence: what was guessed, what was accepted, what was committed."""
+    """One pass of one sequence: what was drafted, what was accepted, what was committed.
 
-    tree: Tree
+    A pass may commit nothing. It may commit tokens that have no cache entry yet: those that are not among the kept
+    nodes are fed before the next pass.
+    """
+
+    layout: Layout
     path: list[int]  # accepted nodes, root first
     tokens: list[int]  # committed by this pass, in order
     kept: list[int]  # nodes whose keys and values stay in the cache
 
     @property
+    def tree(self) -> Tree:
+        """The layout, for code that works on trees alone."""
+        assert isinstance(self.layout, Tree), "this method drafts a layout that is no tree"
+        return self.layout
+
+    @property
     def drafted(self) -> int:
-        return len(self.tree) - 1
+        return max(len(self.layout) - 1, 0)
 
     @property
     def accepted(self) -> int:
         """Committed tokens that had been drafted."""
-        return min(len(self.path) - 1, len(self.tokens))
+        return max(0, min(len(self.path) - 1, len(self.tokens)))
 
 
 @dataclass(eq=False)
@@ -89,7 +90,8 @@ class Sequence:
 
     target: LM | None = None  # since it was submitted
     vocab: int = 0  # of the target
-    row: int | None = None  # slot of the target's cache while it runs
+    context: Context = None  # what the text is conditioned on besides its tokens
+    slot: int | None = None  # of the target's cache, while it runs
     hidden: Tensor | None = None  # [tokens in the cache, taps], when the drafter or the verifier asked for taps
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -127,17 +129,17 @@ class Sequence:
         """Take away what `owner` remembers; None if that is nothing."""
         return self._memory.pop(id(owner), None)
 
-    def push(self, token: int, logits: Tensor, node: int) -> bool:
+    def push(self, token: int, logits: Logits, node: int) -> bool:
         """Commit one token, chosen at a node from the model's raw logits; True when the request ends with it."""
         if self.limits.logprobs is not None:
-            row = logits[node]  # [vocab]; only looked at where someone asks for it
-            law = self.sampler.log_law(row, self.tokens) if self.limits.processed else row.double().log_softmax(-1)
-            self.logprobs.append(_logprob(token, law, self.limits.logprobs))
+            own = logits[node]  # [vocab]; only read where log-probabilities are wanted
+            law = self.sampler.log_law(own, self.tokens) if self.limits.processed else own.double().log_softmax(-1)
+            self.logprobs.append(logprob_of(token, law, self.limits.logprobs))
         self.tokens.append(token)
         enough = len(self.tokens) - self.prompt_length >= self.limits.min_tokens
         if self.watcher is not None:
             self.watcher.push(token)
-        if enough and (token in self.limits.stop_tokens or (self.watcher is not None and self.watcher.stopped)):
+        if enough and (token in self.limits.stop_token_ids or (self.watcher is not None and self.watcher.stopped)):
             self.finish_reason = "stop"
         elif self.room <= 0:
             self.finish_reason = "length"
@@ -145,24 +147,3 @@ class Sequence:
 
     def fail(self, message: str, cause: Exception | None = None) -> None:
         self.finish_reason, self.error, self.cause = "error", message, cause
-
-
-def common_prefix(a: Seq[int], b: Seq[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
-
-
-def first_difference(a: Seq[Any], b: Seq[Any]) -> int | None:
-    """Where two texts, or lists of tokens, part; None if they are the same."""
-    if len(a) == len(b) and all(x == y for x, y in zip(a, b, strict=True)):
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _logprob(token: int, law: Tensor, count: int) -> Logprob:  # [vocab], logarithms
-    top = torch.topk(law, min(count, law.numel()))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return Logprob(token, law[token].item(), dict(pairs), torch.special.entr(law.exp()).sum().item())

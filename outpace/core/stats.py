@@ -41,13 +41,18 @@ class Stats:
         self.drafted += step.drafted
         self.accepted += step.accepted
         for depth in range(min(len(step.path), len(step.tokens))):  # at a further node no choice was made
-            if not step.tree.children(step.path[depth]):
+            if not step.layout.children(step.path[depth]):
                 break
             if depth == len(self.offered):
                 self.offered.append(0)
                 self.matched.append(0)
             self.offered[depth] += 1
             self.matched[depth] += depth + 1 < len(step.path)
+
+    def spend(self, seconds: dict[str, float]) -> None:
+        """Add the times of a pass that the request was part of."""
+        for name, spent in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def merge(self, other: Stats) -> Stats:
         """Both together; times are added too, so merge times of separate runs only."""

@@ -6,12 +6,13 @@ tree (depths, masks, paths) is derived from `tokens` and `parents`, never passed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from outpace.core.layout import Layout
 
 ROOT = 0
 
@@ -25,13 +26,6 @@ class Signal:
     top: tuple[float, ...] = ()  # the draft's largest probabilities, in order
 
 
-class Floor(NamedTuple):
-    """A draft that is no surer than `chance` of the best path it has at `depth` goes no deeper."""
-
-    depth: int
-    chance: float
-
-
 @dataclass(frozen=True)
 class Budget:
     """How much may be drafted: `depth` tokens on a path, `nodes` in all, `width` children of a node."""
@@ -39,17 +33,14 @@ class Budget:
     depth: int
     nodes: int
     width: int = 1
-    levels: int | None = None  # how deep a draft model may be asked, if that is less than `depth`
-    floors: tuple[Floor, ...] = ()  # where a draft model looks whether to go on
+    model_depth: int | None = None  # how deep a draft model may draft, if that is less than `depth`
+    # Whether a draft model stops at a depth where its best path has this probability.
+    stop: Callable[[int, float], bool] | None = None
 
     @property
-    def asked(self) -> int:
+    def levels(self) -> int:
         """Levels that a draft model drafts."""
-        return self.depth if self.levels is None else min(self.levels, self.depth)
-
-    def stops(self, depth: int, chance: float) -> bool:
-        """Whether a draft whose best path has this chance at this depth ends there."""
-        return any(floor.depth == depth and chance <= floor.chance for floor in self.floors)
+        return self.depth if self.model_depth is None else min(self.model_depth, self.depth)
 
     def within(self, depth: int, trees: bool) -> Budget:
         """The same budget, no deeper than `depth`, and a chain where the target cannot score trees."""
@@ -75,7 +66,7 @@ class Decision:
 
 
 @dataclass
-class Tree:
+class Tree(Layout):
     """`tokens[i]` follows `tokens[parents[i]]`; parents come before their children."""
 
     tokens: list[int]
@@ -103,9 +94,6 @@ class Tree:
     def chain(cls, tokens: Sequence[int]) -> Tree:
         """A tree that is one path; the first token is the root."""
         return cls(list(tokens), [i - 1 for i in range(len(tokens))])
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
     def add(
         self, parent: int, token: int, signal: Signal | None = None, source: str = "", chance: float | None = None
@@ -144,7 +132,7 @@ class Tree:
         return list(self._children[node].values())
 
     @property
-    def is_chain(self) -> bool:
+    def is_chain(self) -> bool:  # type: ignore[override]
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     @property
@@ -174,8 +162,16 @@ class Tree:
             path.append(child)
         return path
 
-    def ancestors(self, since: int = 0) -> Tensor:
-        """Who sees whom: row i is True at node i's ancestors and at itself; rows from `since` on."""  # [new, nodes]
+    def positions(self, start: int, since: int = 0) -> list[int]:
+        return [start + depth for depth in self.depths[since:]]
+
+    def sees(self, since: int = 0) -> list[int]:
+        seen: list[int] = []
+        for node, parent in enumerate(self.parents):
+            seen.append((seen[parent] if parent >= 0 else 0) | 1 << node)
+        return seen[since:]
+
+    def visible(self, since: int = 0) -> Tensor:  # [new nodes, nodes]
         if self.is_chain:
             return torch.ones(len(self), len(self), dtype=torch.bool).tril_()[since:]
         mask = torch.eye(len(self), dtype=torch.bool)

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
-
+from outpace.core.layout import Layout
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Tree
 from outpace.errors import RequestFailed
 from outpace.sampling.sampler import Pick
 
 if TYPE_CHECKING:
-    from outpace.core.lm import Scores
+    from outpace.core.lm import Logits, Scores
 
 
 class Verifier:
@@ -33,16 +32,16 @@ class Verifier:
     needs_trees: ClassVar[bool] = False
     taps: ClassVar[tuple[int, ...]] = ()  # hidden states it reads, as indices of Transformers' `hidden_states`
 
-    def prepare(self, seq: Sequence, tree: Tree) -> Tree:
-        """The tree to score: the drafted one, with whatever this rule needs to see."""
-        return tree
+    def prepare(self, seq: Sequence, layout: Layout) -> Layout:
+        """The layout to score: the drafted one, with whatever this rule needs to see."""
+        return layout
 
     def pick(self, seq: Sequence) -> Pick | None:
         """A choice that the model may make itself at every node; None when this rule wants to see the logits."""
         return None
 
-    def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
-        """Commit tokens to `seq` and say which nodes they were."""
+    def verify(self, seq: Sequence, tree: Any, scores: Scores) -> Step:
+        """Commit tokens to `seq` and say which nodes they were. A rule for other layouts than trees says so itself."""
         raise NotImplementedError
 
 
@@ -54,11 +53,11 @@ class Match(Verifier):
         return seq.sampler.pick
 
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
-        logits = scores.logits  # [nodes, vocab]
-        if scores.chosen is not None:
-            return descend(seq, tree, logits, _made(seq, scores.chosen.tokens, scores.chosen.best))
+        logits = scores.logits
+        if scores.picked is not None:
+            return descend(seq, tree, logits, _made(seq, scores.picked.tokens, scores.picked.best))
         if seq.sampler.plain:
-            best = logits.max(-1)
+            best = logits.all().max(-1)
             return descend(seq, tree, logits, _made(seq, best.indices.tolist(), best.values.tolist()))
         return descend(seq, tree, logits, lambda node: seq.sampler.choose(logits[node], seq.tokens))
 
@@ -74,7 +73,7 @@ def _made(seq: Sequence, tokens: Seq[int], values: list[float]) -> Callable[[int
     return choose
 
 
-def descend(seq: Sequence, tree: Tree, logits: Tensor, choose: Callable[[int], int]) -> Step:
+def descend(seq: Sequence, tree: Tree, logits: Logits, choose: Callable[[int], int]) -> Step:
     start, path = len(seq.tokens), [ROOT]
     while True:
         node = path[-1]

@@ -24,13 +24,13 @@ class ShadowPolicy(Policy):
     policy: Policy | None = None
     seq: Sequence | None = None
 
-    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+    def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         assert self.policy is not None and self.seq is not None
-        return self.policy.proceed(self.seq, signal, depth)
+        return self.policy.keep_drafting(self.seq, signal, depth)
 
     @property
-    def looks(self) -> bool:
-        return self.policy is not None and self.policy.looks
+    def watches_draft(self) -> bool:
+        return self.policy is not None and self.policy.watches_draft
 
 
 class Shadow(NamedTuple):
@@ -62,8 +62,8 @@ class TextDrafter(Drafter):
 
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         shadows = [self._followed(seq) for seq in seqs]
-        guesses = self.inner.propose_batch([shadow.seq for shadow in shadows], budgets)
-        return [self._retell(*given) for given in zip(seqs, shadows, guesses, strict=True)]
+        drafts = self.inner.propose_batch([shadow.seq for shadow in shadows], budgets)
+        return [self._retell(*given) for given in zip(seqs, shadows, drafts, strict=True)]
 
     def close(self, seq: Sequence) -> None:
         shadow: Shadow | None = seq.forget(self)
@@ -78,7 +78,7 @@ class TextDrafter(Drafter):
     def _shadow(self, seq: Sequence) -> Shadow:
         policy, limits = ShadowPolicy(policy=seq.policy, seq=seq), Limits(seq.limits.max_tokens)
         shadow = Sequence([], limits, Sampler(Sampling()), self.inner, Match(), policy)
-        shadow.vocab = self.pair.theirs.vocab
+        shadow.vocab, shadow.context = self.pair.theirs.vocab, seq.context
         return Shadow(shadow, Follower(self.pair, self.context))
 
     def _retell(self, seq: Sequence, shadow: Shadow, guesses: Tree) -> Tree:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.core.lm import LM, DraftShape, DraftToken, Embeddings, MemoryNeed, Picks, Reference, Scores
+from outpace.core.layout import Layout
+from outpace.core.lm import LM, Context, DraftShape, DraftToken, Logits, Picks, Scores, SelfDraft, Weights
 from outpace.core.tree import ROOT, Tree
 from outpace.cross_tokenizer.alignment import Pair
 from outpace.cross_tokenizer.follower import TokenFollower
 from outpace.cross_tokenizer.vocabulary import Vocabulary
-from outpace.errors import UnsupportedModel, UsageError
+from outpace.errors import UsageError
 from outpace.sampling.sampler import Pick
 
 PADDING = 0.9  # vocabularies of one tokenizer differ by less
@@ -23,123 +24,108 @@ PADDING = 0.9  # vocabularies of one tokenizer differ by less
 
 @dataclass
 class TranslatedSlot:
-    """A row: the target's tokens that it should hold, and the tree scored last in the draft's tokens."""
+    """A slot: the target's tokens that it should hold, and the tree scored last in the draft's tokens."""
 
     follower: TokenFollower
     tokens: list[int] = field(default_factory=list)
     tree: Tree | None = None
 
 
-class TranslatedLM:
+class TranslatedLM(LM):
     """Tokens become the draft's on the way in; on the way out its logits are those of the tokens that both have."""
-
-    stack = 0  # it drafts, and is not taken apart
-    ends: Embeddings | None = None
 
     def __init__(self, lm: LM, pair: Pair):
         self.lm, self.pair, self.worker = lm, pair, lm.worker
         self.vocab = pair.ours.vocab
-        self.context = sys.maxsize  # what a follower holds slides
-        self.trees, self.asynchronous, self.handy = lm.trees, lm.asynchronous, lm.handy
+        self.max_length = sys.maxsize  # what a follower holds slides
+        self.trees, self.asynchronous, self.lazy_logits = lm.trees, lm.asynchronous, lm.lazy_logits
+        self.identity = lm.identity
+        self.drafts: SelfDraft | None = None if lm.drafts is None else TranslatedDrafts(self, lm.drafts)
         self._held: dict[int, TranslatedSlot] = {}
         self._theirs = torch.tensor(list(pair.to_target), dtype=torch.long)
         self._ours = torch.tensor(list(pair.to_target.values()), dtype=torch.long)
 
-    def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
-        follower = TokenFollower(self.pair, self.lm.context)
-        row = self.lm.acquire(follower.follow(tokens)[:-1] if tokens else [], taps)
-        self._held[row] = TranslatedSlot(follower, list(tokens))
-        return row
+    @property
+    def weights(self) -> Weights | None:  # type: ignore[override]
+        return self.lm.weights
 
-    def release(self, row: int) -> None:
-        del self._held[row]
-        self.lm.release(row)
+    def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
+        follower = TokenFollower(self.pair, self.lm.max_length)
+        slot = self.lm.acquire(follower.follow(tokens)[:-1] if tokens else [], context=context, taps=taps)
+        self._held[slot] = TranslatedSlot(follower, list(tokens))
+        return slot
 
-    def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
-        """Noted; what the draft is fed depends on the token that follows."""
-        for wanted, row in zip(tokens, rows, strict=True):
-            self._held[row].tokens = list(wanted)
+    def release(self, slot: int) -> None:
+        del self._held[slot]
+        self.lm.release(slot)
+
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
+        """Noted only: what the draft is fed depends on the token that follows."""
+        for wanted, slot in zip(tokens, slots, strict=True):
+            self._held[slot].tokens = list(wanted)
+        return True
 
     def score(
-        self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None, picks: Picks = None
+        self, layouts: Seq[Layout], slots: Seq[int], since: Seq[int] | None = None, picks: Picks = None
     ) -> list[Scores]:
-        since = [0] * len(rows) if since is None else since
-        begun = [(row, tree.tokens[ROOT]) for row, tree, old in zip(rows, trees, since, strict=True) if not old]
-        for (row, _), last in zip(begun, self._feed(begun), strict=True):
-            self._held[row].tree = Tree([last])
-        told = [self._told(tree, row) for tree, row in zip(trees, rows, strict=True)]
-        return [Scores(self._fit(s.logits), s.hidden) for s in self.lm.score(told, rows, since)]
+        since = [0] * len(slots) if since is None else since
+        begun = [
+            (slot, layout.tokens[ROOT]) for slot, layout, old in zip(slots, layouts, since, strict=True) if not old
+        ]
+        for (slot, _), last in zip(begun, self.read(begun), strict=True):
+            self._held[slot].tree = Tree([last])
+        trees = [self._told(layout, slot) for layout, slot in zip(layouts, slots, strict=True)]
+        return [Scores(Logits(self._fit(s.logits.all())), s.hidden) for s in self.lm.score(trees, slots, since)]
 
-    def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
-        return False
-
-    def guess(
-        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
-    ) -> list[list[DraftToken]] | None:
-        """Noise is keyed by the target's tokens, which the draft does not know: it goes by itself only without."""
-        if shapes[0].width > 1 or any(pick.temperature for pick in picks):
-            return None
-        roots = self._feed(list(zip(rows, tokens, strict=True)))
-        chains = self.lm.guess(rows, roots, shapes, picks)
-        return None if chains is None else [self._known(chain) for chain in chains]
-
-    def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
-        self.lm.keep(paths, rows)
+    def keep(self, paths: Seq[list[int]], slots: Seq[int]) -> None:
+        self.lm.keep(paths, slots)
 
     def clear(self) -> None:
         self.lm.clear()
 
-    @property
-    def version(self) -> int:
-        return self.lm.version
-
-    def refresh(self) -> None:
-        self.lm.refresh()
-
-    def hidden(self, row: int) -> Tensor | None:
-        return self.lm.hidden(row)
-
-    def reference(self) -> Reference:
-        return self.lm.reference()
-
-    def memory(self, tokens: int) -> MemoryNeed | None:
-        return self.lm.memory(tokens)
-
-    def slice(self, layers: Seq[int], eager: bool = False) -> LM:
-        raise UnsupportedModel("a draft with another tokenizer cannot be run without some of its layers")
-
-    def early(self, layers: int) -> LM | None:
-        return None
-
-    def share(self, layers: int) -> float:
-        return 1.0
-
-    def _feed(self, begun: list[tuple[int, int]]) -> list[int]:
-        """Have the draft read all but its last token of what each row holds and of its root; gives those."""
-        ids = [self._held[row].follower.follow([*self._held[row].tokens, root]) for row, root in begun]
-        self.lm.sync([known[:-1] for known in ids], [row for row, _ in begun])
+    def read(self, begun: list[tuple[int, int]]) -> list[int]:
+        """Have the draft read what each slot holds and its root, but for the last of its own tokens; returns those."""
+        ids = [self._held[slot].follower.follow([*self._held[slot].tokens, root]) for slot, root in begun]
+        self.lm.feed([known[:-1] for known in ids], [slot for slot, _ in begun])
         return [known[-1] for known in ids]
 
-    def _told(self, tree: Tree, row: int) -> Tree:
-        told = self._held[row].tree
-        assert told is not None, "a tree grows from its root"
+    def _told(self, tree: Layout, slot: int) -> Tree:
+        told = self._held[slot].tree
+        assert told is not None and isinstance(tree, Tree), "a tree grows from its root"
         for node in range(len(told), len(tree)):
             told.add(tree.parents[node], self.pair.to_draft[tree.tokens[node]])
         assert len(told) == len(tree), "only tokens that both have can be scored"
         return told
 
-    def _known(self, chain: list[DraftToken]) -> list[DraftToken]:
-        found = []
-        for guess in chain:
-            if guess.token not in self.pair.to_target:
-                break
-            found.append(guess._replace(token=self.pair.to_target[guess.token]))
-        return found
-
     def _fit(self, logits: Tensor) -> Tensor:  # [nodes, draft's vocab] -> [nodes, vocab]
         self._theirs, self._ours = self._theirs.to(logits.device), self._ours.to(logits.device)
         out = logits.new_full((len(logits), self.vocab), -torch.inf)
         return out.index_copy_(1, self._ours, logits.index_select(1, self._theirs))
+
+
+class TranslatedDrafts:
+    """Chains that the draft drafts by itself, as far as both models have their tokens."""
+
+    def __init__(self, lm: TranslatedLM, drafts: SelfDraft):
+        self.lm, self.inner = lm, drafts
+
+    def draft(
+        self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    ) -> list[list[DraftToken]] | None:
+        """Noise is keyed by the target's tokens, which the draft does not know, so it only drafts greedy chains."""
+        if shapes[0].width > 1 or any(pick.temperature for pick in picks):
+            return None
+        roots = self.lm.read(list(zip(slots, tokens, strict=True)))
+        chains = self.inner.draft(slots, roots, shapes, picks)
+        return None if chains is None else [self._known(chain) for chain in chains]
+
+    def _known(self, chain: list[DraftToken]) -> list[DraftToken]:
+        found, back = list[DraftToken](), self.lm.pair.to_target
+        for drafted in chain:
+            if drafted.token not in back:
+                break
+            found.append(drafted._replace(token=back[drafted.token]))
+        return found
 
 
 @dataclass(frozen=True)

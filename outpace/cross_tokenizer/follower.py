@@ -5,9 +5,9 @@ A draft's cache holds what it was fed, so a follower changes as little of what i
 
 from __future__ import annotations
 
-from outpace.core.sequence import common_prefix
 from outpace.cross_tokenizer.alignment import Pair
 from outpace.cross_tokenizer.vocabulary import complete
+from outpace.models.segment import common_prefix
 
 WINDOW = 48  # characters that are encoded again when text is added; more if they do not settle it
 SETTLED = 2  # tokens before the change on which the old and the new encoding must agree

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from outpace.core.tree import ROOT, Budget, Floor, Tree
+from outpace.core.tree import ROOT, Budget, Tree
 from outpace.drafting.rank_template import TemplateNode, likely_ranks
 from outpace.drafting.successor_table import EMPTY, Successors
 from outpace.errors import UsageError
@@ -43,9 +43,9 @@ class Grafting:
         if any(gate.depth < 1 for gate in self.gates):
             raise UsageError("the gates of a grafting stand at a depth of 1 or more")
 
-    @property
-    def floors(self) -> tuple[Floor, ...]:
-        return tuple(Floor(gate.depth, gate.floor) for gate in self.gates)
+    def stops(self, depth: int, prob: float) -> bool:
+        """Whether a draft whose best path has this probability at this depth does not pass a gate there."""
+        return any(gate.depth == depth and prob <= gate.floor for gate in self.gates)
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> Grafting:

@@ -19,16 +19,14 @@ from outpace.errors import HeadNotFound
 from outpace.heads import store
 from outpace.heads.parallel import Parallel, Text
 from outpace.heads.recursive import Recursive
-from outpace.models.compiled.cpu import CompiledLM
-from outpace.models.compiled.layers import shortened
-from outpace.models.head_lm import HeadLM, adapt_head
+from outpace.models.hf.head_lm import HeadLM
 
 
 def states(seq: Sequence) -> Tensor | None:
     """The target's states of all the text but its last token; None while they are not all there, because the prompt
     rides on this very pass."""  # [tokens - 1, taps * hidden]
-    assert seq.target is not None and seq.row is not None
-    hidden, count = seq.target.hidden(seq.row), len(seq.tokens) - 1
+    assert seq.target is not None and seq.target.states is not None and seq.slot is not None
+    hidden, count = seq.target.states.read(seq.slot), len(seq.tokens) - 1
     return None if hidden is None or not 0 < count <= len(hidden) else hidden[:count]
 
 
@@ -59,7 +57,8 @@ class HeadDrafter(SelfDrafting):
         head = store.resolve(self.kind, self.head, target)
         assert isinstance(head, Recursive)
         self._head = head
-        return adapt_head(head, compiled=isinstance(target, CompiledLM))  # type: ignore[return-value]
+        assert target.states is not None, "a model without states has no head"
+        return target.states.attach(head)
 
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         """Rows whose states are not all there yet wait for the next pass."""
@@ -76,10 +75,10 @@ class HeadDrafter(SelfDrafting):
         hidden = states(seq)
         if hidden is None:
             return False
-        lm, row = self.lm(seq), self.row(seq)
+        lm, slot = self.lm(seq), self.slot(seq)
         assert isinstance(lm, HeadLM)
-        first, entrance = lm.known(row, seq.tokens[:-1]), self._head.model
-        lm.feed(row, first, entrance.fuse(hidden[first:].to(entrance.embed.weight.dtype)))
+        first, entrance = lm.known(slot, seq.tokens[:-1]), self._head.model
+        lm.take_features(slot, first, entrance.fuse(hidden[first:].to(entrance.embed.weight.dtype)))
         return True
 
 
@@ -105,8 +104,8 @@ class ParallelDrafter(ModelDrafter):
         if self._target is not seq.target:
             head = store.resolve(self.kind, self.head, seq.target)
             assert isinstance(head, Parallel)
-            slow = isinstance(seq.target, CompiledLM) and seq.target.device.type == "cpu"  # to read weights
-            self._head, self._target = shortened(head) if slow else head, seq.target
+            assert seq.target.states is not None, "a model without states has no head"
+            self._head, self._target = seq.target.states.ready(head), seq.target
             self._vocab = store.embeddings_or_error(seq.target).vocab
             self._linked = LinkedLM(self._head, self._vocab) if head.spec.linked else None
         self.taps = self._head.spec.taps
@@ -115,11 +114,11 @@ class ParallelDrafter(ModelDrafter):
         assert self._linked is not None
         return self._linked
 
-    def row(self, seq: Sequence) -> int:
+    def slot(self, seq: Sequence) -> int:
         kept, lm = seq.memory(self, Text).kept, self.lm(seq)
-        if "row" not in kept:
-            kept["row"] = DraftSlot(lm, lm.acquire([]))
-        return kept["row"].row
+        if "slot" not in kept:
+            kept["slot"] = DraftSlot(lm, lm.acquire([]))
+        return kept["slot"].slot
 
     @torch.no_grad()
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
@@ -150,7 +149,7 @@ class ParallelDrafter(ModelDrafter):
             ]
             return [parallel_trees.grown(law, budget, self.ranks) for law, budget in laws]
         for (seq, _), own in zip(ready, made, strict=True):
-            lm.place(self.row(seq), own)
+            lm.place(self.slot(seq), own)
         within = [budget.within(made.shape[1], trees=True) for _, budget in ready]
         return super().propose_batch([seq for seq, _ in ready], within)
 
@@ -161,5 +160,5 @@ class ParallelDrafter(ModelDrafter):
 
     def close(self, seq: Sequence) -> None:
         text: Text | None = seq.forget(self)
-        if text is not None and "row" in text.kept:
-            text.kept["row"].lm.release(text.kept["row"].row)
+        if text is not None and "slot" in text.kept:
+            text.kept["slot"].lm.release(text.kept["slot"].slot)

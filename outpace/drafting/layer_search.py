@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from outpace.core.lm import LM
+from outpace.core.lm import LM, layers_of
 from outpace.core.tree import Tree
 from outpace.errors import UsageError
 
@@ -103,7 +103,7 @@ class LayerProbe:
     @cached_property
     def lm(self) -> LM:
         """All layers, with rows of their own: those of the target are left alone."""
-        return self.target.slice(range(self.target.stack), eager=True)
+        return layers_of(self.target).slice(range(layers_of(self.target).count), compile=False)
 
     @cached_property
     def wanted(self) -> list[list[int]]:
@@ -114,7 +114,7 @@ class LayerProbe:
         for sample in self.samples:
             row = lm.acquire([])
             try:
-                logits = lm.score([Tree.chain(sample.tokens)], [row])[0].logits[sample.start :]
+                logits = lm.score([Tree.chain(sample.tokens)], [row])[0].logits.all()[sample.start :]
                 found.append(logits.argmax(-1).tolist())
             finally:
                 lm.release(row)
@@ -127,28 +127,28 @@ class LayerProbe:
 
     def exit(self, layers: int) -> Matches:
         """Of the first layers."""
-        early = self.lm.early(layers)
-        return self.matches(self.lm.slice(range(layers), eager=True) if early is None else early)
+        early = layers_of(self.lm).early_exit(layers)
+        return self.matches(layers_of(self.lm).slice(range(layers), compile=False) if early is None else early)
 
     def kept(self, layers: Seq[int]) -> Matches:
         """Of these layers alone."""
         key = tuple(layers)
         if key not in self.seen:
-            self.seen[key] = self.matches(self.lm.slice(layers, eager=True))
+            self.seen[key] = self.matches(layers_of(self.lm).slice(layers, compile=False))
         return self.seen[key]
 
     def best_exit(self, depth: int) -> int:
         """Where to leave for the most tokens for the price of a pass, with chains of this depth."""
-        stack = self.target.stack
+        stack = layers_of(self.target).count
         tried = sorted({min(max(1, stack * part // 8), stack - 1) for part in EIGHTHS})
-        return max(tried, key=lambda layers: gain(self.exit(layers), self.target.share(layers), depth))
+        return max(tried, key=lambda layers: gain(self.exit(layers), layers_of(self.target).cost_share(layers), depth))
 
     @cached_property
     def states(self) -> Tensor:  # [layers + 1, tokens, hidden]
         """What enters each layer, of all tokens but the first of a text: those are often unlike all others."""
-        taps, found = tuple(range(self.target.stack + 1)), []
+        taps, found = tuple(range(layers_of(self.target).count + 1)), []
         for sample in self.samples:
-            row = self.lm.acquire([], taps)
+            row = self.lm.acquire([], taps=taps)
             try:
                 hidden = self.lm.score([Tree.chain(sample.tokens)], [row])[0].hidden
                 assert hidden is not None
@@ -164,7 +164,7 @@ class LayerProbe:
 
     def block(self, count: int) -> list[int]:
         """The consecutive layers that turn least what enters them."""
-        last = self.target.stack - count
+        last = layers_of(self.target).count - count
         first = min(range(1, last), key=lambda layer: self.angle(layer, count), default=last)
         return list(range(first, first + count))
 
@@ -173,7 +173,7 @@ class LayerProbe:
 
         From the ones that turn least, by exchanging one at a time; the same ones every time.
         """
-        stack, draw = self.target.stack, random.Random(SEED)
+        stack, draw = layers_of(self.target).count, random.Random(SEED)
         order = sorted(range(1, stack - 1), key=lambda layer: self.angle(layer, 1))[: max(3 * count, 8)]
         if len(order) < count:
             return self.block(count)
@@ -191,9 +191,11 @@ class LayerProbe:
 
     def best_count(self, most: int, depth: int) -> int:
         """How many layers to leave out for the most tokens for the price of a pass, blocks of up to `most`."""
-        stack = self.target.stack
+        stack = layers_of(self.target).count
 
         def worth(count: int) -> float:
-            return gain(self.kept(without(stack, self.block(count))), self.target.share(stack - count), depth)
+            return gain(
+                self.kept(without(stack, self.block(count))), layers_of(self.target).cost_share(stack - count), depth
+            )
 
         return max(range(1, most + 1), key=worth)

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.core.lm import DraftShape, DraftToken, Reference
+from outpace.core.lm import Context, DraftShape, DraftToken
 from outpace.core.sequence import Sequence
 from outpace.drafting.candidates import RankedCandidates, fitted, ranked_candidates
 from outpace.errors import RequestFailed
 from outpace.heads.parallel import Parallel
 from outpace.models.cacheless import CachelessLM
 from outpace.models.compiled.device_tree import STATE, DeviceTrees, DraftDevice, TreeLevels
-from outpace.models.compiled.draft_tree import SLOTS
+from outpace.models.compiled.graph_pass import BATCHES, rounded
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick
 
@@ -36,49 +36,48 @@ class LinkedProgram(NamedTuple):
 class LinkedLM(CachelessLM):
     """What follows a guess, by a slot and a link."""
 
-    context = ENDLESS
+    max_length = ENDLESS
 
     def __init__(self, head: Parallel, vocab: int):
         super().__init__()
         self.head, self.vocab = head, vocab
         self.device = head.embed.weight.device
         self.choices = vocab if head.ids is None else len(head.ids)
-        self._slots: dict[int, Tensor] = {}  # row -> [slots, hidden]
+        self.drafts = self
+        self._slots: dict[int, Tensor] = {}  # slot of the cache -> [slots of the head, hidden]
         self._programs: dict[tuple[int, int], LinkedProgram] = {}
         self._memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
-    def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
-        return super().acquire([], STATE)
+    def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
+        return super().acquire([], taps=STATE)
 
-    def release(self, row: int) -> None:
-        self._slots.pop(row, None)
-        super().release(row)
+    def release(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+        super().release(slot)
 
-    def place(self, row: int, slots: Tensor) -> None:
-        """What the head says about the text of this row."""  # [slots, hidden]
-        self._slots[row] = slots
+    def place(self, slot: int, slots: Tensor) -> None:
+        """Take what the head says about the text of this slot."""  # [slots of the head, hidden]
+        self._slots[slot] = slots
 
-    def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
-        for row in rows:
-            self.rows[row].forget_tree()
-
-    def reference(self) -> Reference:
-        raise NotImplementedError("slots say nothing by themselves")
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
+        for slot in slots:
+            self.slots[slot].forget_layout()
+        return True
 
     @torch.no_grad()
-    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+    def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         slots, before, tokens, counts = list[Tensor](), list[Tensor](), list[int](), list[int]()
-        for job in jobs:
-            assert job.tree is not None
-            new = range(job.since, len(job.tree))
-            own, left = self._slots[job.row], self.rows[job.row].provisional
-            slots.append(own[[job.tree.depths[node] for node in new]])
-            if job.since and left is not None:
-                before.append(left[job.tree.parents[job.since :]])
+        for segment in segments:
+            tree = segment.tree
+            new = range(segment.since, len(tree))
+            own, left = self._slots[segment.slot], self.slots[segment.slot].provisional
+            slots.append(own[[tree.depths[node] for node in new]])
+            if segment.since and left is not None:
+                before.append(left[tree.parents[segment.since :]])
             else:
-                assert len(job.tree) == 1, "a tree grows from its root"
+                assert len(tree) == 1, "a tree grows from its root"
                 before.append(torch.zeros_like(own[:1]))
-            tokens += job.tokens
+            tokens += segment.tokens
             counts.append(len(new))
         told = torch.tensor(tokens, device=self.device)
         states = self._told(torch.cat(slots), torch.cat(before), told)
@@ -86,22 +85,22 @@ class LinkedLM(CachelessLM):
         return [SegmentOutput(law, {STATE[0]: left}) for law, left in parts]
 
     @torch.no_grad()
-    def guess(
-        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    def draft(
+        self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
     ) -> list[list[DraftToken]] | None:
         """Where nothing is sampled: all levels without a look at one."""
         width = shapes[0].width
-        if any(pick.temperature for pick in picks) or width > self.choices or len(rows) > SLOTS[-1]:
+        if any(pick.temperature for pick in picks) or width > self.choices or len(slots) > BATCHES[-1]:
             return None
-        trees, slots = self._program(len(rows), width)
-        placed = torch.stack([self._slots[row] for row in rows], dim=1)  # [slots, rows, hidden]
-        slots[: len(placed), : len(rows)] = placed
+        trees, given = self._program(len(slots), width)
+        placed = torch.stack([self._slots[slot] for slot in slots], dim=1)  # [slots of the head, batch, hidden]
+        given[: len(placed), : len(slots)] = placed
         left = self._told(placed[0], torch.zeros_like(placed[0]), torch.tensor(tokens, device=self.device))
         found = trees.grow(self.head.logits(left), left, shapes)
-        return [grown.guesses(shape) for grown, shape in zip(found, shapes, strict=True)]
+        return [grown.draft_tokens(shape) for grown, shape in zip(found, shapes, strict=True)]
 
     def _program(self, rows: int, width: int) -> LinkedProgram:
-        rows = rows if self._memory is None else next(n for n in SLOTS if n >= rows)
+        rows = rows if self._memory is None else rounded(rows, BATCHES)
         if (rows, width) not in self._programs:
             steps, embed = self.head.spec.steps, self.head.embed.weight
             levels = TreeLevels.empty(

@@ -13,12 +13,13 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from outpace.core.drafter import Shaped
 from outpace.core.lm import LM, DraftShape, DraftToken
 from outpace.core.sequence import Sequence
 from outpace.core.tree import ROOT, Budget, Signal, Tree
 from outpace.drafting.candidates import fitted, ranked_candidates
+from outpace.drafting.shaped import Shaped
 from outpace.errors import RequestFailed, UnsupportedModel
+from outpace.sampling.noise_rule import GUMBEL
 from outpace.sampling.sampler import Pick
 
 TEXT = 64  # last tokens of the first prompt, on which a target's layers are chosen
@@ -63,10 +64,10 @@ class TreeGrowth:
 
 
 class DraftSlot(NamedTuple):
-    """The row of a draft that a request has."""
+    """The slot of a draft model that a request has."""
 
     lm: LM
-    row: int
+    slot: int
 
 
 class ModelDrafter(Shaped):
@@ -79,15 +80,15 @@ class ModelDrafter(Shaped):
         """The model that drafts for this request; the same one for all requests of a target."""
         raise NotImplementedError
 
-    def row(self, seq: Sequence) -> int:
+    def slot(self, seq: Sequence) -> int:
         """The slot of `lm` that this request has."""
         lm = self.lm(seq)
-        return seq.memory(self, lambda: DraftSlot(lm, lm.acquire(seq.tokens[:-1]))).row
+        return seq.memory(self, lambda: DraftSlot(lm, lm.acquire(seq.tokens[:-1], context=seq.context))).slot
 
     def close(self, seq: Sequence) -> None:
         held: DraftSlot | None = seq.forget(self)
         if held is not None:
-            held.lm.release(held.row)
+            held.lm.release(held.slot)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         return self.propose_batch([seq], [budget])[0]
@@ -97,33 +98,35 @@ class ModelDrafter(Shaped):
         able = [budget.within(budget.depth, lm.trees) for budget in budgets]
         growths = [TreeGrowth.of(seq, budget, self.unsettled) for seq, budget in zip(seqs, able, strict=True)]
         active = [growth for growth in growths if _can(growth, lm)]
-        lm.sync([growth.settled for growth in active], [self.row(growth.seq) for growth in active])
-        guessed = self._guessed(lm, active)
-        if guessed is not None:
-            return [guessed.get(id(growth), Tree([growth.seq.tokens[-1]])) for growth in growths]
+        lm.feed([growth.settled for growth in active], [self.slot(growth.seq) for growth in active])
+        drafted = self._by_itself(lm, active)
+        if drafted is not None:
+            return [drafted.get(id(growth), Tree([growth.seq.tokens[-1]])) for growth in growths]
         while active:
-            rows, since = [self.row(growth.seq) for growth in active], [growth.since for growth in active]
-            scores = lm.score([growth.scored for growth in active], rows, since)
-            active = [growth for growth, s in zip(active, scores, strict=True) if self._grow(growth, s.logits)]
+            slots, since = [self.slot(growth.seq) for growth in active], [growth.since for growth in active]
+            scores = lm.score([growth.scored for growth in active], slots, since)
+            active = [growth for growth, s in zip(active, scores, strict=True) if self._grow(growth, s.logits.all())]
         return [_final(growth) for growth in growths]
 
-    def _guessed(self, lm: LM, growths: Seq[TreeGrowth]) -> dict[int, Tree] | None:
-        """What the draft guesses by itself, without a look from outside at each level; None where it cannot, or where
-        a policy wants to look."""
+    def _by_itself(self, lm: LM, growths: Seq[TreeGrowth]) -> dict[int, Tree] | None:
+        """What the model drafts without a look from outside at each level; None where it cannot, or where a policy
+        wants to look."""
+        if lm.drafts is None:
+            return None
         picks = [pick for growth in growths if (pick := _own_pick(growth)) is not None]
         budgets = [growth.budget for growth in growths]
-        shapes = [DraftShape(min(budget.asked, budget.nodes), budget.width, budget.nodes) for budget in budgets]
+        shapes = [DraftShape(min(budget.levels, budget.nodes), budget.width, budget.nodes) for budget in budgets]
         if len({shape.width for shape in shapes}) != 1 or len(picks) < len(growths) or self.unsettled > 1:
             return None
         deepest = max(shape.depth for shape in shapes)
-        if any(len(growth.seq.tokens) + deepest > lm.context for growth in growths):
+        if any(len(growth.seq.tokens) + deepest > lm.max_length for growth in growths):
             return None
-        rows, roots = [self.row(growth.seq) for growth in growths], [growth.seq.tokens[-1] for growth in growths]
-        found = lm.guess(rows, roots, shapes, picks)
+        slots, roots = [self.slot(growth.seq) for growth in growths], [growth.seq.tokens[-1] for growth in growths]
+        found = lm.drafts.draft(slots, roots, shapes, picks)
         if found is None:
             return None
-        of_rows = zip(growths, found, shapes, strict=True)
-        return {id(growth): _planted(growth, guesses, shape.depth) for growth, guesses, shape in of_rows}
+        drafts = zip(growths, found, shapes, strict=True)
+        return {id(growth): _planted(growth, tokens, shape.depth) for growth, tokens, shape in drafts}
 
     def _grow(self, growth: TreeGrowth, logits: Tensor) -> bool:
         """Add one level; True when there is more to draft."""  # [new nodes, vocab]
@@ -140,11 +143,11 @@ class ModelDrafter(Shaped):
         frontier = level[:1]
         if seq.verifier.shares_noise:
             frontier = sorted(level, key=lambda c: -c.reach)[: budget.width]
-        if growth.depth >= min(budget.asked, budget.nodes):
+        if growth.depth >= min(budget.levels, budget.nodes):
             return False
-        if budget.stops(growth.depth, math.exp(frontier[0].reach)):
+        if budget.stop is not None and budget.stop(growth.depth, math.exp(frontier[0].reach)):
             return False
-        if not seq.policy.proceed(seq, frontier[0].signal, growth.depth):
+        if not seq.policy.keep_drafting(seq, frontier[0].signal, growth.depth):
             return False
         for candidate in frontier:
             node = tree.add(candidate.parent, candidate.token, candidate.signal)
@@ -180,26 +183,31 @@ class SelfDrafting(ModelDrafter):
     def open(self, seq: Sequence) -> None:
         lm = self.lm(seq)
         assert seq.target is not None
-        if self._version != seq.target.version:
-            self._version = seq.target.version
-            lm.refresh()
+        if self._version != _version(seq.target):
+            self._version = _version(seq.target)
+            if lm.weights is not None:
+                lm.weights.changed()
 
     def lm(self, seq: Sequence) -> LM:
         if self._lm is None or self._target is not seq.target:
             assert seq.target is not None, "the engine names the target"
-            if seq.target.stack < 2:
+            if seq.target.layers is None or seq.target.layers.count < 2:
                 raise UnsupportedModel(
                     f"{self.name} needs a model's layers and hidden states, and this one hands none out"
                 )
             self._lm, self._target = self.make(seq.target, seq.tokens[-TEXT:]), seq.target
-            self._version = seq.target.version
+            self._version = _version(seq.target)
         return self._lm
+
+
+def _version(lm: LM) -> int:
+    return 0 if lm.weights is None else lm.weights.version
 
 
 def _can(growth: TreeGrowth, lm: LM) -> bool:
     """The target may use ids, or write a text, beyond what a smaller draft has; then it cannot follow."""
-    tokens, asked = growth.seq.tokens, growth.budget.asked
-    return asked > 0 and max(tokens) < lm.vocab and len(tokens) + asked <= lm.context
+    tokens, asked = growth.seq.tokens, growth.budget.levels
+    return asked > 0 and max(tokens) < lm.vocab and len(tokens) + asked <= lm.max_length
 
 
 def _final(growth: TreeGrowth) -> Tree:
@@ -235,7 +243,7 @@ def _planted(growth: TreeGrowth, guesses: Seq[DraftToken], depth: int) -> Tree:
 def _own_pick(growth: TreeGrowth) -> Pick | None:
     """How the draft may choose by itself: with the target's noise, where nobody looks."""
     seq, pick = growth.seq, growth.seq.sampler.pick
-    watched = growth.budget.floors or seq.policy.looks
-    if watched or not seq.verifier.shares_noise or pick is None or pick.filters:
+    watched = growth.budget.stop is not None or seq.policy.watches_draft
+    if watched or not seq.verifier.shares_noise or pick is None or pick.filters or pick.rule != GUMBEL:
         return None
     return pick

@@ -117,7 +117,7 @@ def drawn(slots: PathDistributions, budget: Budget) -> Tree:
         tree.probs[len(path)] = seen.law
         tree.add(len(path), seen.tokens[0], seen.signal(0))
         path.append(seen.tokens[0])
-        if not seq.policy.proceed(seq, seen.signal(0), len(path)):
+        if not seq.policy.keep_drafting(seq, seen.signal(0), len(path)):
             break
     return tree
 

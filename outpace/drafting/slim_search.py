@@ -10,39 +10,16 @@ import math
 import random
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from outpace.core.lm import LM, Reference
-from outpace.errors import UnsupportedModel, UsageError
+from outpace.core.lm import Layers, Reference
+from outpace.errors import UsageError
 
 Cost = Callable[[Tensor, Tensor], float]  # log-probabilities of a slim model and of the whole one, [tokens, vocab]
 ACCEPT, RESIDUAL = 0.5, 0.3  # the a and b of the cost, as VIA-SD sets them
 IDLE = 40  # proposals without a gain after which a search ends
-
-
-@runtime_checkable
-class Layered(Protocol):
-    """A model that can run without some of its layers."""
-
-    stack: int  # layers
-
-    def slice(self, layers: Seq[int], eager: bool = False) -> LM:
-        """An LM of these layers, on the same weights, with a cache of its own."""
-
-    def trial(self, layers: Seq[int]) -> Reference:
-        """What these layers say, without a cache."""
-
-
-def layered(lm: object, who: str) -> Layered:
-    """The model, if layers of it can be left out; `who` wants to."""
-    if isinstance(lm, Layered):
-        return lm
-    raise UnsupportedModel(
-        f"{who} runs the target without some of its layers, and {type(lm).__name__} has no such part"
-    )
 
 
 def spread(count: int, skip: float) -> list[int]:
@@ -83,19 +60,19 @@ class LayerChoice:
 
 
 def search(
-    lm: Layered, texts: Seq[list[int]], skip: float = 0.45, cost: Cost = tiered_cost, steps: int = 200, seed: int = 0
+    layers: Layers, texts: Seq[list[int]], skip: float = 0.45, cost: Cost = tiered_cost, steps: int = 200, seed: int = 0
 ) -> LayerChoice:
     """The layers to keep of a model that skips a share of them: from an even choice on, one layer is exchanged for
     another while that makes what is left more like the whole, on these texts."""
     texts = [text for text in texts if len(text) > 1]
     if not texts:
         raise UsageError("a search for layers needs texts of two tokens or more")
-    count, chance = lm.stack, random.Random(seed)
-    whole = lm.trial(range(count))
+    count, chance = layers.count, random.Random(seed)
+    whole = layers.reference(range(count))
     wanted = [_said(whole, text) for text in texts]
 
     def price(kept: Seq[int]) -> float:
-        slim = lm.trial(kept)
+        slim = layers.reference(kept)
         return sum(cost(_said(slim, text), law) for text, law in zip(texts, wanted, strict=True)) / len(texts)
 
     best = spread(count, skip)
@@ -116,7 +93,7 @@ def search(
         found = price(candidate)
         if found < lowest:
             best, lowest, idle = candidate, found, 0
-    slim = lm.trial(best)
+    slim = layers.reference(best)
     alike = [_said(slim, text).argmax(-1) == law.argmax(-1) for text, law in zip(texts, wanted, strict=True)]
     return LayerChoice(best, lowest, even, tried, float(torch.cat(alike).double().mean()))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from outpace.models.hf.torch_compile import compile_function
+from outpace.heads.torch_compile import compile_function
 
 NAME = "outpace_unrolled"
 _quick = cache(compile_function)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outpace.core.lm import LM, Embeddings
+from outpace.core.lm import LM, Embeddings, layers_of
 from outpace.errors import HeadNotFound, OutpaceError, UsageError, unknown
 from outpace.heads.base import Head, HeadSpec
 from outpace.heads.formats import native_mtp, published
@@ -41,11 +41,11 @@ def find_class(kind: str) -> Any:
 
 
 def embeddings_or_error(lm: LM) -> Embeddings:
-    if lm.ends is None or not lm.stack:
+    if lm.embeddings is None or lm.layers is None:
         raise HeadNotFound(
             "heads read hidden states, and need plain matrices of embeddings and output: this model has none"
         )
-    return lm.ends
+    return lm.embeddings
 
 
 def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
@@ -55,11 +55,11 @@ def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
     for name in given:
         if name not in known:
             raise unknown(f"setting of a {kind} head", name, known)
-    usual = {**cls.usual(lm.stack, given), "draft_vocab": 0 if ids is None else len(ids)}
+    usual = {**cls.usual(layers_of(lm).count, given), "draft_vocab": 0 if ids is None else len(ids)}
     spec = HeadSpec(kind, **{**usual, **given})
     listed = isinstance(spec.taps, list | tuple) and len(spec.taps) > 0
-    if not listed or not all(type(tap) is int and 0 <= tap <= lm.stack for tap in spec.taps):
-        raise UsageError(f"taps are a list of hidden states, from 0 to {lm.stack}, got {spec.taps}")
+    if not listed or not all(type(tap) is int and 0 <= tap <= layers_of(lm).count for tap in spec.taps):
+        raise UsageError(f"taps are a list of hidden states, from 0 to {layers_of(lm).count}, got {spec.taps}")
     spec = dataclasses.replace(spec, taps=tuple(spec.taps))
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ def grown(head: Head, lm: LM, ids: Tensor | None, **given: Any) -> Head:
 def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) -> None:
     """Both files appear whole or not at all; weights in float16."""
     ends = embeddings_or_error(lm)
-    target = {"vocab": ends.vocab, "hidden": ends.hidden, "layers": lm.stack, "weights": ends.fingerprint}
+    target = {"vocab": ends.vocab, "hidden": ends.hidden, "layers": layers_of(lm).count, "weights": ends.fingerprint}
     made = {"spec": dataclasses.asdict(head.spec), "target": target, "notes": notes or {}}
     tensors = {n: (t.half() if t.is_floating_point() else t).contiguous().cpu() for n, t in head.own().items()}
     _write(folder, made, tensors)
@@ -120,7 +120,9 @@ def _write(folder: Path, made: dict[str, Any], tensors: dict[str, Tensor]) -> No
 def load(folder: Path, lm: LM) -> Head:
     """The head in a folder: one of ours, or one that others published (docs/formats.md)."""
     found = (
-        _ours(folder, lm) if (folder / CONFIG).exists() else published.read(folder, embeddings_or_error(lm), lm.stack)
+        _ours(folder, lm)
+        if (folder / CONFIG).exists()
+        else published.read(folder, embeddings_or_error(lm), layers_of(lm).count)
     )
     try:
         return made(found.spec, found.tensors, lm)
@@ -201,7 +203,7 @@ def about(folder: Path) -> dict[str, Any]:
 
 def _fits(said: dict[str, Any], lm: LM) -> bool:
     ends, made = embeddings_or_error(lm), said["target"]
-    if (made["vocab"], made["hidden"], made["layers"]) != (ends.vocab, ends.hidden, lm.stack):
+    if (made["vocab"], made["hidden"], made["layers"]) != (ends.vocab, ends.hidden, layers_of(lm).count):
         return False
     ours, theirs = torch.tensor(ends.fingerprint), torch.tensor(made["weights"])
     return bool(torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3))

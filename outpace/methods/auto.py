@@ -63,7 +63,7 @@ class Auto(Drafter):
         if len(read) > 1:
             raise UsageError(f"{' and '.join(read.values())} read different hidden states and cannot both guess here")
         self.taps = next(iter(read), ())
-        if seq.target is not None and not seq.target.handy:
+        if seq.target is not None and seq.target.lazy_logits:
             self._spare()
 
     def _spare(self) -> None:
@@ -77,7 +77,7 @@ class Auto(Drafter):
 
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         trees = self._retrieve(seqs, budgets)
-        asked = [i for i, budget in enumerate(budgets) if self._model is not None and budget.asked]
+        asked = [i for i, budget in enumerate(budgets) if self._model is not None and budget.levels]
         if self._model is not None and asked:
             alike = [replace(budgets[i], width=self._model.shape.width) for i in asked]
             drafted = self._model.propose_batch([seqs[i] for i in asked], alike)

@@ -39,7 +39,7 @@ class Draft(ModelDrafter):
             lm = self.draft.lm
             # Where a model cannot be cut back, tokens that may still change stay out of its state.
             inner = (Draft if lm.trees else LateDraft)(lm, self.depth, self.nodes, self.width)
-            self._retold = TextDrafter(inner, self.draft.pair, lm.context)
+            self._retold = TextDrafter(inner, self.draft.pair, lm.max_length)
         elif self.draft is not None and self.align != "auto":
             raise UsageError(
                 f"align={self.align!r} is for a draft with another tokenizer than the target's; this one has the "

@@ -76,7 +76,7 @@ class Graft(Drafter):
         own = self._inner.shape
         return replace(
             budget, depth=min(budget.depth, own.depth), nodes=min(budget.nodes, own.nodes),
-            width=min(budget.width, own.width), floors=self._grafting.floors,
+            width=min(budget.width, own.width), stop=self._grafting.stops if self._grafting.gates else None,
         )  # fmt: skip
 
     def _grafted(self, seq: Sequence, drafted: Tree, budget: Budget) -> Tree:
@@ -94,7 +94,7 @@ class Graft(Drafter):
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         self._inner.observe(seq, step, scores)
         self._learn_prompt(seq)
-        self._known.learn(step.tree, scores.logits)
+        self._known.learn(step.tree, scores.logits.all())
 
     def _learn_prompt(self, seq: Sequence) -> None:
         def learn() -> bool:

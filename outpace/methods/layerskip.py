@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from outpace.core.lm import LM
+from outpace.core.lm import LM, layers_of
 from outpace.core.sequence import Sequence
 from outpace.drafting.layer_search import LayerProbe, ProbeText, parse, spell, without
 from outpace.drafting.model_drafter import SelfDrafting
@@ -43,21 +43,23 @@ class LayerSkip(SelfDrafting):
         probe = LayerProbe(target, [ProbeText(tokens)])
         if self.skip:
             gone = probe.search(self.skip) if isinstance(self.skip, int) else parse(self.skip)
-            logger.info("layerskip leaves out layers %s of %d", spell(gone), target.stack)
+            logger.info("layerskip leaves out layers %s of %d", spell(gone), layers_of(target).count)
             self._shared = False
-            return target.slice(without(target.stack, gone))
-        layers = self.exit or max(1, target.stack // 4)
+            return layers_of(target).slice(without(layers_of(target).count, gone))
+        layers = self.exit or max(1, layers_of(target).count // 4)
         layers = probe.best_exit(self.depth) if isinstance(layers, str) else layers
-        if layers >= target.stack:
-            raise UsageError(f"exit={layers} leaves nothing to verify with: this model has {target.stack} layers")
-        logger.info("layerskip leaves after %d of %d layers", layers, target.stack)
-        early = target.early(layers)
+        if layers >= layers_of(target).count:
+            raise UsageError(
+                f"exit={layers} leaves nothing to verify with: this model has {layers_of(target).count} layers"
+            )
+        logger.info("layerskip leaves after %d of %d layers", layers, layers_of(target).count)
+        early = layers_of(target).early_exit(layers)
         self._shared = early is not None
-        return target.slice(range(layers)) if early is None else early
+        return layers_of(target).slice(range(layers)) if early is None else early
 
-    def row(self, seq: Sequence) -> int:
+    def slot(self, seq: Sequence) -> int:
         lm = self.lm(seq)
         if not self._shared:
-            return super().row(seq)
-        assert seq.row is not None, f"a running sequence has a row, which {type(lm).__name__} shares"
-        return seq.row
+            return super().slot(seq)
+        assert seq.slot is not None, f"a running sequence has a slot, which {type(lm).__name__} shares"
+        return seq.slot

@@ -58,7 +58,7 @@ class Lookahead(Drafter):
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         """One Jacobi iteration: each tooth's prediction completes an n-gram, and the oldest level goes."""
         state = self._state(seq)
-        predicted = scores.logits.argmax(-1).tolist()
+        predicted = scores.logits.all().argmax(-1).tolist()
         newest = list(state.levels[-1])
         for column in range(self.window):
             tooth = [level[column] for level in state.levels]

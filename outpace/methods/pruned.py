@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from outpace.core.lm import LM
+from outpace.core.lm import LM, layers_of
 from outpace.drafting.layer_search import LayerProbe, ProbeText, parse, spell, without
 from outpace.drafting.model_drafter import SelfDrafting
 from outpace.errors import UsageError, unknown
@@ -37,11 +37,11 @@ class Pruned(SelfDrafting):
 
     def make(self, target: LM, tokens: list[int]) -> LM:
         kept = sorted(set(parse(self.layers))) if self.layers else self._chosen(LayerProbe(target, [ProbeText(tokens)]))
-        logger.info("pruned drafts with layers %s of %d", spell(kept), target.stack)
-        return target.slice(kept)
+        logger.info("pruned drafts with layers %s of %d", spell(kept), layers_of(target).count)
+        return layers_of(target).slice(kept)
 
     def _chosen(self, probe: LayerProbe) -> list[int]:
-        stack = probe.target.stack
+        stack = layers_of(probe.target).count
         count = self.remove or max(1, stack // 8)
         if isinstance(count, str):
             count = probe.best_count(max(1, stack // 2), self.depth)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outpace import registry
 from outpace.core.drafter import Drafter
-from outpace.core.lm import LM, Scores
+from outpace.core.lm import LM, Layers, Scores, layers_of
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Budget, Signal, Tree
 from outpace.drafting import slim_search as choice, tuning_file
@@ -94,17 +94,18 @@ class ViaSD(Drafter):
         target = seq.target
         assert target is not None, "the engine names the target"
         if self._slim is None:
-            self._target, self._slim = target, self._sliced(choice.layered(target, "via_sd"))
+            self._target, self._slim = target, self._sliced(layers_of(target))
         elif self._target is not target:
             raise UsageError("this via_sd runs a part of another model: make one for each model")
 
-    def _sliced(self, target: choice.Layered) -> LM:
+    def _sliced(self, layers: Layers) -> LM:
         if self.calibration is not None:
             found = tuning_file.section(self.calibration, "via_sd")
             if not isinstance(found.get("layers"), list):
                 raise UsageError(f"the calibration {self.calibration!r} names no layers")
-            return target.slice(found["layers"])
-        return target.slice(parse(self.layers) if self.layers else choice.spread(target.stack, self.skip))
+            return layers.slice(found["layers"])
+        kept = parse(self.layers) if self.layers else choice.spread(layers.count, self.skip)
+        return layers.slice(kept)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         return self.propose_batch([seq], [budget])[0]
@@ -127,14 +128,14 @@ class ViaSD(Drafter):
         assert self._slim is not None, "a drafter is told of a request before it is asked"
         if not seqs:
             return []
-        rows = [self._row(seq) for seq in seqs]
-        self._slim.sync([seq.tokens[:-1] for seq in seqs], rows)
-        return [scores.logits for scores in self._slim.score(trees, rows)]
+        slots = [self._slot(seq) for seq in seqs]
+        self._slim.feed([seq.tokens[:-1] for seq in seqs], slots)
+        return [scores.logits.all() for scores in self._slim.score(trees, slots)]
 
-    def _row(self, seq: Sequence) -> int:
+    def _slot(self, seq: Sequence) -> int:
         slim = self._slim
         assert slim is not None
-        return seq.memory(slim, lambda: slim.acquire(seq.tokens[:-1]))
+        return seq.memory(slim, lambda: slim.acquire(seq.tokens[:-1], context=seq.context))
 
     def _ordered(self, seq: Sequence, tree: Tree, logits: Tensor) -> Tree:
         """The tree without what the slim verifier holds unlikely, and the likeliest paths first."""
@@ -191,7 +192,7 @@ class ViaSD(Drafter):
                 tree.trusted.add(added)
             asked = asked or share < self.ask
             seq.tokens.append(chosen)
-            if chosen in seq.limits.stop_tokens:
+            if chosen in seq.limits.stop_token_ids:
                 return False
             if chosen != token:
                 break
@@ -208,6 +209,6 @@ class ViaSD(Drafter):
 
     def close(self, seq: Sequence) -> None:
         self._inner.close(seq)
-        row = seq.forget(self._slim)
-        if row is not None and self._slim is not None:
-            self._slim.release(row)
+        slot = seq.forget(self._slim)
+        if slot is not None and self._slim is not None:
+            self._slim.release(slot)

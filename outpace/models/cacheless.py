@@ -1,4 +1,4 @@
-"""CachelessLM: base of models that keep nothing of a row between passes."""
+"""CachelessLM: base of models that keep nothing of a slot between passes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from outpace.models.slots import SlotLM
 
 
 class CachelessLM(SlotLM):
-    """A model that computes every node anew, and so has nothing to move or to forget."""
+    """A model that computes every node from scratch, and so has nothing to move or to forget."""
 
-    def reserve(self, jobs: Seq[Segment]) -> None:
+    def reserve(self, segments: Seq[Segment]) -> None:
         """Nothing is kept."""
 
-    def commit(self, row: int, path: list[int]) -> None:
+    def commit(self, slot: int, path: list[int]) -> None:
         """Nothing is kept."""
 
-    def crop(self, row: int, length: int) -> int:
+    def crop(self, slot: int, length: int) -> int:
         return length
 
     def copy(self, source: int, target: int, length: int) -> bool:

@@ -1,4 +1,4 @@
-"""EarlyLM: the first layers of a model, and its final norm and head, as a draft on the model's own rows.
+"""EarlyExitLM: the first layers of a model, with its final norm and head, as a draft on the model's own slots.
 
 What it scores is written where the model itself would write it, and the states that leave its last layer are kept. So
 when the model scores the drafted tree, nodes that were fed here go on from there: no layer runs twice for a node.
@@ -6,101 +6,78 @@ when the model scores the drafted tree, nodes that were fed here go on from ther
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 
 import torch
 from torch import Tensor
 
-from outpace.core.lm import DraftShape, DraftToken, Embeddings, MemoryNeed, Picks, Reference, Scores
+from outpace.core.layout import Layout
+from outpace.core.lm import LM, Context, Logits, Picks, Reference, Scores, Weights
 from outpace.core.tree import Tree
 from outpace.errors import UsageError
-from outpace.models.segment import PartialPass, Segment
+from outpace.models.segment import PartialPass, Segment, SegmentOutput
 from outpace.models.slots import SlotLM
-from outpace.sampling.sampler import Pick
+
+FirstLayers = Callable[[Seq[Segment], int], list[SegmentOutput]]  # a pass of so many layers, which are a tap of it too
 
 
-class EarlyLM:
-    """A model's first layers. Its rows are the model's; what it began, only the model can keep."""
+class EarlyExitLM(LM):
+    """A model's first layers. Its slots are the model's; what it began, only the model can keep."""
 
-    asynchronous = False
-    handy = True
-
-    def __init__(self, whole: SlotLM, layers: int):
-        if not 0 < layers < whole.stack:
-            raise UsageError(f"a model of {whole.stack} layers has exits after 1 to {whole.stack - 1}, got {layers}")
-        self.whole, self.stack = whole, layers
-        self.vocab, self.context, self.trees = whole.vocab, whole.context, whole.trees
-        self.ends: Embeddings | None = None
+    def __init__(self, whole: SlotLM, count: int, run: FirstLayers):
+        assert whole.layers is not None, "a model without layers has no exits"
+        if not 0 < count < whole.layers.count:
+            most = whole.layers.count
+            raise UsageError(f"a model of {most} layers has exits after 1 to {most - 1}, got {count}")
+        self.whole, self.count, self._run = whole, count, run
+        self.vocab, self.max_length, self.trees = whole.vocab, whole.max_length, whole.trees
+        self.identity = f"{whole.identity}, the first {count}"
         self.worker = whole.worker
 
-    def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
-        return self.whole.acquire(tokens, taps)
+    @property
+    def weights(self) -> Weights | None:  # type: ignore[override]
+        return self.whole.weights
 
-    def release(self, row: int) -> None:
-        self.whole.release(row)
+    def reference(self) -> Reference:
+        assert self.whole.layers is not None
+        return self.whole.layers.reference(range(self.count))
 
-    def sync(self, tokens: Seq[list[int]], rows: Seq[int]) -> None:
-        self.whole.sync(tokens, rows)
+    def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
+        return self.whole.acquire(tokens, context=context, taps=taps)
+
+    def release(self, slot: int) -> None:
+        self.whole.release(slot)
+
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
+        return self.whole.feed(tokens, slots, limit)
 
     def score(
-        self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None, picks: Picks = None
+        self, layouts: Seq[Layout], slots: Seq[int], since: Seq[int] | None = None, picks: Picks = None
     ) -> list[Scores]:
-        jobs = []
-        for i, (tree, index) in enumerate(zip(trees, rows, strict=True)):
-            row, first = self.whole.rows[index], since[i] if since else 0
-            if row.tree is not None:
-                self.whole.keep_row(index, [])  # a new tree overwrites one that was not kept
+        segments = []
+        for i, (layout, index) in enumerate(zip(layouts, slots, strict=True)):
+            slot, first = self.whole.slots[index], since[i] if since else 0
+            if slot.layout is not None:
+                self.whole.keep_slot(index, [])  # a new tree overwrites one that was not kept
             if first:  # what is pending was begun with the first nodes
-                jobs.append(Segment(index, len(row.tokens) + len(row.pending), [], tree, first))
+                segments.append(Segment(index, slot.length + len(slot.pending), [], layout, first))
             else:
-                jobs.append(Segment(index, len(row.tokens), row.pending, tree))
-        self.whole.reserve(jobs)
-        scores = []
-        for job, output in zip(jobs, self.whole.begin(jobs, self.stack), strict=True):
-            assert job.tree is not None and output.logits is not None
-            row, states = self.whole.rows[job.row], output.hidden[self.stack]
-            if job.since:
-                assert row.begun is not None, "nodes are scored after those before them"
-                states = torch.cat([row.begun.states, states])
-            row.begun = PartialPass(job.tree, self.stack, states)
-            scores.append(Scores(output.logits))
-        return scores
+                segments.append(Segment(index, slot.length, slot.pending, layout))
+        self.whole.reserve(segments)
+        outputs = self._run(segments, self.count)
+        return [self._begin(segment, output) for segment, output in zip(segments, outputs, strict=True)]
 
-    def keep(self, paths: Seq[list[int]], rows: Seq[int]) -> None:
+    def _begin(self, segment: Segment, output: SegmentOutput) -> Scores:
+        slot, states = self.whole.slots[segment.slot], output.hidden[self.count]
+        if segment.since:
+            assert slot.begun is not None, "nodes are scored after those before them"
+            states = torch.cat([slot.begun.states, states])
+        assert isinstance(segment.layout, Tree) and isinstance(output.logits, Tensor)
+        slot.begun = PartialPass(segment.layout, self.count, states)
+        return Scores(Logits(output.logits))
+
+    def keep(self, paths: Seq[list[int]], slots: Seq[int]) -> None:
         """What was begun is kept by the model, or forgotten."""
-
-    def ahead(self, rows: Seq[int], picks: Seq[Pick | None]) -> bool:
-        return False
-
-    def guess(
-        self, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
-    ) -> list[list[DraftToken]] | None:
-        return None
-
-    def slice(self, layers: Seq[int], eager: bool = False) -> SlotLM:
-        raise UsageError("slice the model, not its first layers")
-
-    def early(self, layers: int) -> None:
-        return None
-
-    def share(self, layers: int) -> float:
-        return self.whole.share(layers)
 
     def clear(self) -> None:
         self.whole.clear()
-
-    @property
-    def version(self) -> int:
-        return self.whole.version
-
-    def refresh(self) -> None:
-        """It has neither rows nor weights of its own."""
-
-    def hidden(self, row: int) -> Tensor | None:
-        return None
-
-    def reference(self) -> Reference:
-        return self.whole.slice(range(self.stack), eager=True).reference()
-
-    def memory(self, tokens: int) -> MemoryNeed | None:
-        return self.whole.memory(tokens)

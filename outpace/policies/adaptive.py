@@ -45,7 +45,7 @@ class Confidence(Policy):
     history: int = 512
     _seen: deque[tuple[float, bool]] = field(default_factory=deque, init=False, repr=False)
 
-    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+    def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         return signal.prob >= self.threshold
 
     def observe(self, seq: Sequence, step: Step) -> None:
@@ -84,7 +84,7 @@ class Entropy(Policy):
     target: float = 0.9
     rate: float = 0.01
 
-    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+    def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         return 1 - math.sqrt(self.gamma * signal.entropy) >= self._state(seq)[0]
 
     def observe(self, seq: Sequence, step: Step) -> None:

@@ -75,7 +75,7 @@ class Learned(Policy):
             raise UsageError("this policy has not been trained yet")
         save_file(self._model.state_dict(), path)
 
-    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+    def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         if self._model is None:
             return True
         logit: Tensor = self._model(torch.tensor(features(signal, depth)))

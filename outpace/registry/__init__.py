@@ -1,4 +1,4 @@
-"""METHODS, POLICIES, VERIFIERS: every one by name, imported when it is asked for.
+"""METHODS, POLICIES, VERIFIERS, LOADERS: every one by name, imported when it is asked for.
 
 A package of your own adds methods through the entry point group "outpace.methods" (name = "module:Class"). What there
 is, and with which options, is known without importing anything: `catalogue`.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.errors import UsageError, unknown
@@ -56,6 +58,12 @@ VERIFIERS: dict[str, str] = {
     "contrastive": "outpace.verifiers.contrastive:Contrastive",
 }
 
+# By name: a pattern, or a file that a folder of this name holds. The first that matches loads the model.
+LOADERS: dict[str, str] = {
+    "*.gguf": "outpace.api.load_gguf:load",
+    "*": "outpace.api.load_transformers:load",
+}
+
 NESTED = re.compile(r"\s*\w+\s*=\s*\w+:\w+=")
 
 
@@ -68,6 +76,19 @@ def methods() -> dict[str, str]:
 def installed() -> dict[str, str]:
     """The methods that other packages add."""
     return {point.name: point.value for point in entry_points(group="outpace.methods")}
+
+
+def loader(name: str) -> Callable[..., Any]:
+    """The function that loads a model of this name; loaders of installed packages are asked first."""
+    added = {point.name: point.value for point in entry_points(group="outpace.loaders")}
+    place = next(place for pattern, place in (added | LOADERS).items() if _matches(name, pattern))
+    module, _, attribute = place.partition(":")
+    function: Callable[..., Any] = getattr(import_module(module), attribute)
+    return function
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch(name, pattern) or ("*" not in pattern and (Path(name) / pattern).is_file())
 
 
 def names(kind: str) -> dict[str, str]:

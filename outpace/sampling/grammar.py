@@ -38,14 +38,14 @@ class GrammarCompiler:
         *,
         json_schema: dict[str, Any] | str | None = None,
         regex: str | None = None,
-        lark: str | None = None,
+        grammar: str | None = None,
         start: int,
     ) -> Grammar:
         """The grammar of an output whose first token is at index `start`; exactly one source must be given."""
-        given = {"json_schema": json_schema, "regex": regex, "lark": lark}
+        given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
         names = [name for name, source in given.items() if source is not None]
         if len(names) != 1:
-            raise UsageError(f"a grammar is one of json_schema, regex and lark, got {' and '.join(names) or 'none'}")
+            raise UsageError(f"a grammar is one of json_schema, regex and grammar, got {' and '.join(names) or 'none'}")
         index, source = self._index, _source(names[0], given[names[0]])
         from llguidance import LLMatcher
 

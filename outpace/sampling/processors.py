@@ -98,7 +98,7 @@ class Constraints:
 
     min_tokens: int = 0
     stops: tuple[int, ...] = ()
-    banned: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     custom: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
     grammar: Processor | None = None
 
@@ -106,10 +106,10 @@ class Constraints:
 def build(sampling: Sampling, rules: Constraints, start: int, vocab: int) -> list[Processor]:
     """The processors of a request whose output begins at `start`; the grammar comes last and has the last word."""
     _check_ids("logit_bias", sampling.logit_bias, vocab)
-    _check_ids("banned", [token for sequence in rules.banned for token in sequence], vocab)
-    _check_ids("stop_tokens", rules.stops, vocab)
-    if not all(rules.banned):
-        raise UsageError("banned: a sequence is empty")
+    _check_ids("bad_words", [token for sequence in rules.bad_words for token in sequence], vocab)
+    _check_ids("stop_token_ids", rules.stops, vocab)
+    if not all(rules.bad_words):
+        raise UsageError("bad_words: a sequence is empty")
     out: list[Processor] = []
     if sampling.repetition_penalty != 1:
         out.append(RepetitionPenalty(sampling.repetition_penalty))
@@ -117,8 +117,8 @@ def build(sampling: Sampling, rules: Constraints, start: int, vocab: int) -> lis
         out.append(CountPenalty(sampling.presence_penalty, sampling.frequency_penalty, start))
     if sampling.logit_bias:
         out.append(LogitBias(dict(sampling.logit_bias)))
-    if rules.banned:
-        out.append(Banned(rules.banned))
+    if rules.bad_words:
+        out.append(Banned(rules.bad_words))
     if rules.min_tokens and rules.stops:
         out.append(MinTokens(rules.min_tokens, start, rules.stops))
     out.extend(CustomProcessor(function) for function in rules.custom)

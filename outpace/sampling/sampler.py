@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from outpace.errors import RequestFailed
-from outpace.sampling.noise import gumbel, uniform
+from outpace.sampling.noise import uniform
+from outpace.sampling.noise_rule import GUMBEL, RULES, GumbelRule, NoiseRule
 from outpace.sampling.settings import Sampling
-
-KEPT = 16  # positions whose noise is kept
 
 
 class Processor(Protocol):
@@ -33,17 +32,20 @@ class Pick:
     seed: int
     temperature: float  # 0 is greedy
     filters: tuple[Filter, ...] = ()
+    rule: str = GUMBEL  # how noise becomes a draw; a model that does not know the rule leaves the choice to the host
 
 
 class Sampler:
     """One request's choices: processors, then temperature and the filters, then noise."""
 
-    def __init__(self, sampling: Sampling, processors: Sequence[Processor] = (), stream: int = 0):
+    def __init__(self, sampling: Sampling, processors: Sequence[Processor] = (), stream: int = 0, rule: str = GUMBEL):
         self.sampling = sampling
+        self.rule = rule
         self.processors = tuple(processors)
         self.seed = sampling.seed if stream == 0 else sampling.seed ^ (stream * 0x9E3779B97F4A7C15)
         self.filters = _filters(sampling)
-        self._kept: dict[tuple[int, int, int, torch.device], Tensor] = {}  # position, salt -> noise, [vocab]
+        self._rule: NoiseRule = RULES[rule]()
+        self._gumbel = self._rule if isinstance(self._rule, GumbelRule) else GumbelRule()
 
     @property
     def greedy(self) -> bool:
@@ -59,7 +61,7 @@ class Sampler:
         """The choice, if it is the same whatever the prefix was."""
         if self.processors:
             return None
-        return Pick(self.seed, self.sampling.temperature, () if self.greedy else self.filters)
+        return Pick(self.seed, self.sampling.temperature, () if self.greedy else self.filters, self.rule)
 
     def shape(self, logits: Tensor, prefix: list[int]) -> Tensor:
         """Logits of the law of the token that follows `prefix`; -inf where it cannot be."""  # [vocab] -> [vocab]
@@ -97,25 +99,14 @@ class Sampler:
         return int(self.noised(self.shape(logits, prefix), len(prefix)).argmax())
 
     def noised(self, shaped: Tensor, position: int, salt: int = 0) -> Tensor:
-        """Logits plus the noise of a position, whose order is a draw without replacement; greedy adds none."""
-        if self.greedy:  # [..., vocab] -> [..., vocab]
-            return shaped
-        if shaped.amin() > -torch.inf:
-            return shaped.double() + self._noise(shaped.shape[-1], shaped.device, position, salt)
-        # Noise is keyed by token id, so tokens that were filtered out need none.
-        alive = torch.nonzero((shaped > -torch.inf).reshape(-1, shaped.shape[-1]).any(0)).flatten()
-        noised = torch.full_like(shaped, -torch.inf, dtype=torch.float64)
-        noise = gumbel(alive, self.seed, position, salt)
-        return noised.index_copy_(-1, alive, shaped[..., alive].double() + noise)
+        """Scores whose largest is the draw at a position, in the order in which drafts rank them; greedy adds no noise.
 
-    def _noise(self, vocab: int, device: torch.device, position: int, salt: int) -> Tensor:  # [vocab]
-        """Of all tokens. Drafts and the target ask for that of a position again and again, so it is kept a while."""
-        key = position, salt, vocab, device
-        if key not in self._kept:
-            while len(self._kept) >= KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = gumbel(torch.arange(vocab, device=device), self.seed, position, salt)
-        return self._kept[key]
+        A draft that may not know the target's noise gives a `salt`. It always draws with Gumbel noise, because only
+        that orders several draws without replacement.
+        """  # [..., vocab] -> [..., vocab]
+        if self.greedy:
+            return shaped
+        return (self._rule if not salt else self._gumbel).scores(shaped, self.seed, position, salt)
 
     def law(self, logits: Tensor, prefix: list[int]) -> Tensor:
         """Probabilities of the token that follows `prefix`, in float64."""  # [vocab] -> [vocab]

@@ -172,7 +172,7 @@ class TraceWriter:
         line: dict[str, Any] = {
             "request": self._ids[seq.id],
             "at": round(time.perf_counter() - self._start, 6),
-            "rows": event.rows,
+            "rows": event.batch_size,
             "tokens": tree.tokens,
             "parents": tree.parents,
             "by": ["", *(tree.sources.get(node, own) for node in range(1, len(tree)))],

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from outpace.models.hf.torch_compile import compile_function
+from outpace.heads.torch_compile import compile_function
 
 TILE = 1 << 24  # logits that are looked at together: 64 MB for each thing that is computed of them
 WIDE = 8  # so many times as many on a GPU: small pieces would keep it waiting

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from outpace.core.lm import LM
 from outpace.errors import UsageError
+from outpace.heads.torch_compile import compile_modules
 from outpace.models.hf.module import decoder_layers, recording, twin
-from outpace.models.hf.torch_compile import compile_modules
 from outpace.train.data.batches import Batch
 
 

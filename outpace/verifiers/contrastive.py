@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from outpace.core.layout import Layout
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Tree
 from outpace.core.verifier import Verifier
@@ -36,7 +37,9 @@ class Contrastive(Verifier):
         if not 0 <= self.alpha <= 1 or self.k < 1:
             raise UsageError(f"contrastive search needs 0 <= alpha <= 1 and k >= 1, got {self.alpha} and {self.k}")
 
-    def prepare(self, seq: Sequence, tree: Tree) -> Tree:
+    def prepare(self, seq: Sequence, layout: Layout) -> Layout:
+        tree = layout
+        assert isinstance(tree, Tree), "candidates are children of a tree's root"
         for token in seq.memory(self, list[int]):
             tree.add(ROOT, token, source="contrastive")
         return tree

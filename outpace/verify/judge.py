@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from outpace.core.lm import Reference
-from outpace.core.sequence import first_difference
 from outpace.sampling.sampler import Sampler
+from outpace.text import first_difference
 from outpace.verify.records import Divergence
 
 NEAR = 16  # tokens that could be chosen: the rounding of their logits counts

@@ -75,7 +75,7 @@ class Parity:
         divergences = []
         ours = self._run(subject, GREEDY, 1)
         for index, completion in enumerate(ours):
-            theirs = _generate(model, plan.prompts[index], plan.max_tokens, plan.model.stop_tokens)
+            theirs = _generate(model, plan.prompts[index], plan.max_tokens, plan.model.stop_token_ids)
             expected = plan.answer(replace(completion, tokens=theirs), index, GREEDY)
             divergences += [d for d in [plan.judge.between(expected, completion.tokens, index)] if d is not None]
         return self._check(subject, name, divergences, len(ours))

@@ -36,7 +36,7 @@ def verdict_line(report: Report) -> Text:
     if not report.complete:
         return Text(f"INCOMPLETE: {len(report.checks)} checks were done, none of them failed", style="bold yellow")
     ties = sum(check.verdict == "tie" for check in report.checks)
-    explained = f"; {ties} with divergences that rounding explains (exact=True removes them)" if ties else ""
+    explained = f"; {ties} with divergences that rounding explains (bitwise=True removes them)" if ties else ""
     return Text(f"PASS: {len(report.checks)} checks{explained}", style="bold green")
 
 

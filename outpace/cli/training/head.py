@@ -54,7 +54,7 @@ def export(
     if to not in LAYOUTS:
         raise unknown("layout", to, LAYOUTS)
     checks.folder(folder)
-    loading = Loading(dtype, device, eager=True)
+    loading = Loading(dtype, device, compile=False)
     loading.check(model)
     from outpace.heads import store
     from outpace.heads.formats.export import export as write

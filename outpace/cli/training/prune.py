@@ -52,20 +52,21 @@ def prune(
 
     What is written is a draft for the same model, or for a larger one with the same vocabulary: --draft FOLDER.
     """
-    loading = Loading(dtype, device, eager=True)
+    loading = Loading(dtype, device, compile=False)
     loading.check(model)
     if by not in RULES:
         raise unknown("rule to prune by", by, RULES)
     if (remove > 0) == (layers is not None):
         raise UsageError("say how many layers to leave out with --remove, or which ones stay with --layers")
     checks.readable(prompts)
+    from outpace.core.lm import layers_of
     from outpace.drafting.layer_search import parse, spell, without
     from outpace.models.hf import checkpoint as checkpoints
 
     if output is not None:
         checkpoints.check_output(output)
     lm = load_model(model, loading)
-    stack = lm.lm.stack
+    stack = layers_of(lm.lm).count
     if stack < 2:
         raise UnsupportedModel(f"{model} has no stack of layers to leave some out of")
     if remove >= stack:
@@ -99,13 +100,14 @@ def _probe(lm: Model, prompts: Path | None, limit: int | None, max_tokens: int) 
 
 
 def _figures(probe: LayerProbe, kept: list[int]) -> dict[str, Any]:
+    from outpace.core.lm import layers_of
     from outpace.drafting.layer_search import agreement, tokens_per_pass
 
     matches = probe.kept(kept)
     return {
         "agreement": agreement(matches),
         "tokens_per_pass": tokens_per_pass(matches, DEPTH),
-        "share": probe.target.share(len(kept)),
+        "share": layers_of(probe.target).cost_share(len(kept)),
         "places": sum(map(len, matches)),
     }
 

@@ -106,7 +106,9 @@ def _run(settings: known.TrainingSettings, resume: bool, as_json: bool) -> None:
     check(settings, resume)
     world = Distributed.join(settings.device)
     try:
-        model = load_model(settings.model, Loading(settings.dtype or None, world.device(settings.device), eager=True))
+        model = load_model(
+            settings.model, Loading(settings.dtype or None, world.device(settings.device), compile=False)
+        )
         loop = prepare(settings, model, world, resume)
         _watch(loop)
         if world.first:

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from outpace.cli.common import Loading, load_model, reports_errors, state_memory, stderr
-from outpace.cli.flags import AsJson, Device, Dtype, Eager, Quantize, Seed, Temperature, TopK, TopP
+from outpace.cli.flags import AsJson, Compile, Device, Dtype, Quantize, Seed, Temperature, TopK, TopP
 from outpace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def data(
     as_json: AsJson = False,
     dtype: Dtype = None,
     device: Device = None,
-    eager: Eager = False,
+    compile: Compile = None,
     quantize: Quantize = None,
 ) -> None:
     """Write a model's own answers to prompts of files, or to prompts that it writes itself, to train on.
@@ -87,7 +87,7 @@ def data(
         longest_prompt=longest_prompt, method=method, rows=rows, shard=part,
     )  # fmt: skip
     asked = files.load(prompts, limit)
-    path, lm = _path(output, part), load_model(model, Loading(dtype, device, eager=eager, quantize=quantize))
+    path, lm = _path(output, part), load_model(model, Loading(dtype, device, compile=compile, quantize=quantize))
     state_memory(lm, rows * (longest_prompt + max_tokens))
     made: list[WritingResult] = []
     try:

@@ -42,7 +42,7 @@ def export(head: Head, folder: Path, lm: LM, model: str, layout: str = LAYOUTS[0
     if layout == "eagle":
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
         eagle = {"use_aux_hidden_state": True, LAYER_IDS: config[LAYER_IDS]}
-        config = {**_layer(head.config, lm.context), **config, "eagle_config": eagle}
+        config = {**_layer(head.config, lm.max_length), **config, "eagle_config": eagle}
         config["architectures"] = ["LlamaForCausalLMEagle3"]
     else:
         config |= _speculators(head, lm, model)
@@ -89,11 +89,11 @@ def _config(head: Recursive, lm: LM) -> dict[str, Any]:
 
 
 def _speculators(head: Recursive, lm: LM, model: str) -> dict[str, Any]:
-    target = lm.ends.config if lm.ends is not None else None
+    target = lm.embeddings.config if lm.embeddings is not None else None
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": _layer(head.config, lm.context),
+        "transformer_layer_config": _layer(head.config, lm.max_length),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

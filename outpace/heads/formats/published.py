@@ -22,7 +22,7 @@ from outpace.heads.base import HeadSpec
 from outpace.heads.formats import native_mtp
 from outpace.heads.formats.checkpoint import CONFIG, HeadFolder
 from outpace.heads.recursive import COPIED
-from outpace.models.hf.module import apart
+from outpace.models.hf.tolerance import apart
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 ROPES = ("default", "llama3", "linear", "yarn")  # turns that depend on nothing but the distance

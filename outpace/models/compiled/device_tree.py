@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outpace.core.lm import DraftShape, DraftToken
 from outpace.core.tree import Tree
-from outpace.models.compiled.capture import capture
+from outpace.models.compiled.graph_pass import capture
 
 STATE = (-1,)  # the tap of what a model feeds back to itself
 
@@ -164,7 +164,7 @@ class DeviceTree(NamedTuple):
         rest = [[int(n) for n in numbers[at : at + width]] for at in range(3 * count, len(numbers), width)]
         return cls([int(n) for n in picked], [int(n) for n in tokens], reach, rest[:depth], rest[depth:])
 
-    def guesses(self, shape: DraftShape) -> list[DraftToken]:
+    def draft_tokens(self, shape: DraftShape) -> list[DraftToken]:
         size, place, found = shape.width**2, dict[int, int](), list[DraftToken]()
         reached = dict(zip(self.best, self.reach, strict=True))
         order = sorted(zip(self.best, self.tokens, strict=True), key=lambda c: (-reached[c[0]], c[0]))
@@ -178,7 +178,7 @@ class DeviceTree(NamedTuple):
             found.append(DraftToken(token, prob, place.get(above, -1)))
         return found
 
-    def fed_behind(self, root: int) -> Tree:
+    def fed_after(self, root: int) -> Tree:
         """The tree that the model has seen."""
         tree, width = Tree([root]), len(self.fed[0])
         for level, (chosen, words) in enumerate(zip(self.fed[:-1], self.words, strict=False)):

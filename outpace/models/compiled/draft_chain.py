@@ -1,8 +1,8 @@
 """Chains of a draft that stay on the device: every step feeds its own choice to the next, and the host reads once.
 
-One graph is one step: a token for each row. What changes from step to step (lengths, the choice, the noise's words)
-is advanced by the graph itself, so a chain is the same graph replayed. The draft may be the first layers of a model:
-then what leaves them is kept, for the others to go on from.
+One graph is one step: a token for each slot. What changes from step to step (lengths, the choice, the noise's words) is
+advanced by the graph itself, so a chain is the same graph replayed. The draft may be the first layers of a model: then
+what leaves them is kept, for the others to go on from.
 """
 
 from __future__ import annotations
@@ -13,50 +13,53 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.core.lm import DraftToken
+from outpace.core.lm import DraftShape, DraftToken
+from outpace.core.tree import Tree
 from outpace.models.compiled import packing
-from outpace.models.compiled.capture import Replay, capture
+from outpace.models.compiled.graph_pass import BATCHES, Replay, capture, rounded
 from outpace.models.hf.module import recording
 from outpace.models.hf.stages import LayerSpan
+from outpace.models.segment import Segment
 from outpace.sampling.noise import words
 from outpace.sampling.sampler import Pick
 
 if TYPE_CHECKING:
-    from outpace.models.compiled.cuda_graph import GraphLM
+    from outpace.models.compiled.cuda_graph import GraphRunner
 
 MOST_STEPS = 32
-LENGTH, HEAT, STEP = 1, 4, 5  # among what is given
+LENGTH, TEMPERATURE, STEP = 1, 4, 5  # rows of what is given
 
 
 class ChainStart(NamedTuple):
-    """Where a row's chain goes on: the token to feed, where its row begins, how many entries it has."""
+    """Where a slot's chain goes on: the token to feed, where its slot begins, how many entries it has."""
 
     token: int
     base: int
     length: int
     pick: Pick
-    entering: Tensor | None = None  # [hidden], for a model that takes states
+    entering: Tensor | None = None  # [hidden], for a model that takes features
 
 
 class ChainState(NamedTuple):
     """What the graph reads and advances."""
 
-    # [2, 6, slots], pinned: token, length, base, 1 for a live slot, temperature, step; then what each grows by
+    # [2, 6, batch], pinned: token, length, base, 1 for a live slot, temperature, step; then what each grows by
     staged: Tensor
     given: Tensor  # the same on the device
-    noise: Tensor  # [steps, slots, 2]
-    out: Tensor  # [steps, 4, slots]: what `choose` gives
-    states: Tensor | None  # [steps, slots, hidden]: what leaves a span of layers
-    entering: Tensor | None  # [slots, hidden]: what a model that takes states feeds back to itself
+    noise: Tensor  # [steps, batch, 2]
+    out: Tensor  # [steps, 4, batch]: what `choose` gives
+    states: Tensor | None  # [steps, batch, hidden]: what leaves a span of layers
+    entering: Tensor | None  # [batch, hidden]: what a model that takes features feeds back to itself
 
     @classmethod
-    def empty(cls, slots: int, lm: GraphLM, span: LayerSpan | None) -> ChainState:
-        device, dtype, width = lm.device, lm.model.dtype, lm.quick.config.get_text_config().hidden_size
-        states = torch.zeros(MOST_STEPS, slots, width, dtype=dtype, device=device) if span is not None else None
-        entering = torch.zeros(slots, width, dtype=dtype, device=device) if lm.feeds else None
-        staged = torch.zeros(2, 6, slots, dtype=torch.int64, pin_memory=True)
-        noise = torch.zeros(MOST_STEPS, slots, 2, dtype=torch.int64, device=device)
-        out = torch.zeros(MOST_STEPS, 4, slots, dtype=torch.float64, device=device)
+    def empty(cls, batch: int, runner: GraphRunner, span: LayerSpan | None) -> ChainState:
+        lm = runner.lm
+        device, dtype, width = lm.device, lm.model.dtype, runner.module.config.get_text_config().hidden_size
+        states = torch.zeros(MOST_STEPS, batch, width, dtype=dtype, device=device) if span is not None else None
+        entering = torch.zeros(batch, width, dtype=dtype, device=device) if lm.takes_features else None
+        staged = torch.zeros(2, 6, batch, dtype=torch.int64, pin_memory=True)
+        noise = torch.zeros(MOST_STEPS, batch, 2, dtype=torch.int64, device=device)
+        out = torch.zeros(MOST_STEPS, 4, batch, dtype=torch.float64, device=device)
         return cls(staged, staged.to(device), noise, out, states, entering)
 
 
@@ -68,87 +71,121 @@ class ChainStep(NamedTuple):
 
 
 class DraftedChain(NamedTuple):
-    """A row's chain."""
+    """A slot's chain."""
 
-    guesses: list[DraftToken]
+    tokens: list[DraftToken]
     states: Tensor | None  # [steps, hidden], of what was fed
 
 
 class DraftChains:
-    """The step of a model, or of its first layers, captured once for each number of slots."""
+    """The step of a model, or of its first layers, captured once for each batch size."""
 
-    def __init__(self, lm: GraphLM, span: LayerSpan | None = None):
-        self.lm, self.span = lm, span
+    def __init__(self, runner: GraphRunner, span: LayerSpan | None = None):
+        self.runner, self.span = runner, span
         self._captured: dict[int, ChainStep] = {}
         self._generation = -1
 
-    def run(self, links: Seq[ChainStart], steps: int) -> list[DraftedChain]:
-        """The next `steps` tokens of each row, with their probabilities."""
-        slots = next(n for n in (2, 4, 8, 16, 32, 64) if n >= len(links))
-        state, advance = self._graph(slots)
-        self._begin(state, links, steps)
+    def draft(
+        self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    ) -> list[list[DraftToken]] | None:
+        """Chains of a whole model, after each slot and its token."""
+        lm = self.runner.lm
+        if not self.runner.most_tokens or len(slots) > packing.MOST_SEGMENTS:
+            return None  # compiled passes were given up, or there are too many slots for one
+        steps = min(max(shape.depth for shape in shapes), MOST_STEPS)
+        scores = lm.score([Tree([token]) for token in tokens], slots, picks=picks)  # with what the slots have pending
+        found = []
+        for score in scores:
+            assert score.picked is not None, "a choice without filters is made by the graph"
+            found.append([DraftToken(score.picked.tokens[0], score.picked.probs[0])])
+        if steps > 1:
+            chain = Tree.chain([0] * steps)
+            lm.reserve([Segment(slot, lm.slots[slot].length, [], chain) for slot in slots])
+            starts = [
+                ChainStart(
+                    drafted[0].token, self.runner.cache.base(slot), lm.slots[slot].length + 1, pick, self._left(slot)
+                )
+                for drafted, slot, pick in zip(found, slots, picks, strict=True)
+            ]
+            for drafted, more in zip(found, self.run(starts, steps - 1), strict=True):
+                drafted += more.tokens
+        for slot, root, drafted in zip(slots, tokens, found, strict=True):  # the last draft token was not fed
+            lm.slots[slot].layout = Tree.chain([root, *(token.token for token in drafted[:-1])])
+            lm.slots[slot].scored = len(drafted)
+        return found
+
+    def _left(self, slot: int) -> Tensor | None:
+        """The state that enters with a slot's first draft token, in a model that takes features."""  # [hidden]
+        left = self.runner.lm.slots[slot].provisional
+        return left[0] if self.runner.lm.takes_features and left is not None else None
+
+    def run(self, starts: Seq[ChainStart], steps: int) -> list[DraftedChain]:
+        """The next `steps` tokens of each slot, with their probabilities."""
+        state, advance = self._graph(rounded(len(starts), BATCHES))
+        self._begin(state, starts, steps)
         for _ in range(steps):
             advance()
-        tokens, _, probs, _ = state.out[:steps, :, : len(links)].transpose(0, 1).tolist()
-        drawn = []
-        for i in range(len(links)):
-            # A step follows the guess before it, and the first one follows a guess that was made before the chain.
-            guesses = [DraftToken(int(t[i]), p[i], step) for step, (t, p) in enumerate(zip(tokens, probs, strict=True))]
-            drawn.append(DraftedChain(guesses, None if state.states is None else state.states[:steps, i].clone()))
-        return drawn
+        tokens, _, probs, _ = state.out[:steps, :, : len(starts)].transpose(0, 1).tolist()
+        chains = []
+        for i in range(len(starts)):
+            # A step follows the token before it, and the first one follows a token drafted before the chain.
+            drafted = [DraftToken(int(t[i]), p[i], step) for step, (t, p) in enumerate(zip(tokens, probs, strict=True))]
+            chains.append(DraftedChain(drafted, None if state.states is None else state.states[:steps, i].clone()))
+        return chains
 
-    def _begin(self, state: ChainState, links: Seq[ChainStart], steps: int) -> None:
-        """Where every row stands, in one copy; and the words of the noise, where there is any."""
+    def _begin(self, state: ChainState, starts: Seq[ChainStart], steps: int) -> None:
+        """Send where every slot stands, in one copy, and the words of the noise, where there is any."""
         state.staged.zero_()
-        rows = [[link.token, link.length, link.base, 1] for link in links]
+        rows = [[start.token, start.length, start.base, 1] for start in starts]
         state.staged[0, :4, : len(rows)] = torch.tensor(rows).T
         state.staged[1, LENGTH, : len(rows)] = 1
         state.staged[1, STEP] = 1
-        heat = torch.tensor([link.pick.temperature for link in links], dtype=torch.float64)
-        state.staged[0, HEAT, : len(rows)] = heat.view(torch.int64)
+        temperatures = torch.tensor([start.pick.temperature for start in starts], dtype=torch.float64)
+        state.staged[0, TEMPERATURE, : len(rows)] = temperatures.view(torch.int64)
         state.given.copy_(state.staged, non_blocking=True)
-        if bool(heat.any()):
+        if bool(temperatures.any()):
             noise = torch.zeros(steps, state.given.shape[2], 2, dtype=torch.int64)
-            for i, link in enumerate(links):  # the token after position p is chosen with the noise of p + 1
-                noise[:, i] = words(link.pick.seed, link.length + self.lm.before + 1 + torch.arange(steps))
+            for i, start in enumerate(starts):  # the token after position p is chosen with the noise of p + 1
+                positions = start.length + self.runner.lm.before + 1 + torch.arange(steps)
+                noise[:, i] = words(start.pick.seed, positions)
             state.noise[:steps].copy_(noise)
-        for i, link in enumerate(links):
-            if link.entering is not None:
+        for i, start in enumerate(starts):
+            if start.entering is not None:
                 assert state.entering is not None
-                state.entering[i].copy_(link.entering)
+                state.entering[i].copy_(start.entering)
 
-    def _graph(self, slots: int) -> ChainStep:
-        if self._generation != self.lm.cache.generation:
+    def _graph(self, batch: int) -> ChainStep:
+        if self._generation != self.runner.cache.generation:
             self._captured.clear()
-            self._generation = self.lm.cache.generation
-        if slots not in self._captured:
-            state = ChainState.empty(slots, self.lm, self.span)
-            self._captured[slots] = ChainStep(state, capture(self._step(state), self.lm.graph_memory))
-        return self._captured[slots]
+            self._generation = self.runner.cache.generation
+        if batch not in self._captured:
+            state = ChainState.empty(batch, self.runner, self.span)
+            self._captured[batch] = ChainStep(state, capture(self._step(state), self.runner.graph_memory))
+        return self._captured[batch]
 
     def _step(self, state: ChainState) -> Callable[[], None]:
-        (token, length, base, live, heat, step), growth = state.given
+        runner = self.runner
+        (token, length, base, live, temperature, step), growth = state.given
         first = torch.arange(len(token), device=token.device)
         bits = torch.zeros(len(token), packing.WORDS, dtype=torch.int64, device=token.device)
         bits[:, 0] = 1  # of this pass a token sees itself
 
         def advance() -> None:
-            jobs = torch.stack([first, live, base, length], dim=1)
-            lanes = self.lm.lanes(base + length, jobs, bits, length)
-            given = dict(position_ids=length[None], past_key_values=self.lm.cache, use_cache=True, reach=lanes)
+            segments = torch.stack([first, live, base, length], dim=1)
+            given = runner.given(length, runner.attention(base + length, segments, bits, length))
             if state.entering is not None:
-                with recording(self.lm.quick, (-1,)) as recorded:
-                    logits = self.lm.quick(input_ids=token[None], features=state.entering[None], **given).logits[0]
+                with recording(runner.module, (-1,)) as recorded:
+                    logits = runner.module(input_ids=token[None], features=state.entering[None], **given).logits[0]
                 state.entering.copy_(recorded[-1])
             elif self.span is None:
-                logits = self.lm.quick(input_ids=token[None], **given).logits[0]
+                logits = runner.module(input_ids=token[None], **given).logits[0]
             else:
-                ran = self.lm.stage(self.lm.quick, self.span).run(token, None, first, **given)
-                assert ran.logits is not None and state.states is not None
-                logits = ran.logits
-                state.states.index_copy_(0, step[:1], ran.states[None])
+                out = runner.stages.of_span(self.span).run(token, None, first, **given)
+                assert out.logits is not None and state.states is not None
+                logits = out.logits
+                state.states.index_copy_(0, step[:1], out.states[None])
             noise = state.noise.index_select(0, step[:1])[0]
-            chosen = torch.ops.outpace.choose(logits, noise, heat.view(torch.float64))
+            chosen = torch.ops.outpace.choose(logits, noise, temperature.view(torch.float64))
             state.out.index_copy_(0, step[:1], chosen[None])
             token.copy_(chosen[0])
             state.given[0].add_(growth)

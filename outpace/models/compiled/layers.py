@@ -23,9 +23,9 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx.experimental import _config as shapes
 from transformers import PreTrainedModel
 
-from outpace.models.compiled import code_cache
+from outpace.models.compiled import bf16_copies, code_cache
 from outpace.models.compiled.packing import CompiledAttention
-from outpace.models.hf import bf16_copies, int8
+from outpace.models.hf import int8
 from outpace.models.hf.module import M, decoder_layers, twin
 from outpace.models.kernels.triton_runtime import overlaps
 from outpace.storage.files import cache_dir
@@ -116,8 +116,8 @@ class LayerCall(ModuleProxy):
         self._rest: Callable[[dict[str, Any]], list[Any]] | None = None
         self._bound: Callable[..., Any] | None = None  # the code that these are for
 
-    def forward(self, hidden: Tensor, *args: Any, reach: tuple[CompiledAttention, ...], **kwargs: Any) -> Any:
-        kwargs["reach"] = reach[self.index]
+    def forward(self, hidden: Tensor, *args: Any, attention_plan: tuple[CompiledAttention, ...], **kwargs: Any) -> Any:
+        kwargs["attention_plan"] = attention_plan[self.index]
         if not self.kind.direct or args:
             # Sizes that are equal in this call may not be so in the next. And every model compiles its own code for the
             # same layer: beyond the compiler's limit for one function a layer would silently run as it is.

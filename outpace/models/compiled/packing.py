@@ -1,7 +1,7 @@
-"""Lane: what one layer of a compiled pass attends to, as tensors alone: the shape of a pass changes, its code does not.
+"""Packing: a compiled pass as tensors alone, so that the sizes of a pass change and its code does not.
 
-A pass packs the tokens of several jobs. Each token sees the committed entries of its row, and those entries of this
-pass that its ancestor bits name.
+A pass packs the tokens of several segments. Each token sees the committed entries of its slot, and those entries of
+this pass that its bits name.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from outpace.models.hf.attention import AttentionRule
-from outpace.models.hf.pooled_cache import PooledCache
-from outpace.models.kernels import attention, cpu, linear, sample, sample_filtered  # noqa: F401 (they define the operators)
+from outpace.models.hf.cache import PooledCache
+from outpace.models.kernels import attention, cpu, linear, sample, sample_filtered  # noqa: F401 (they define operators)
 from outpace.models.segment import Segment
 
-WORDS = 2  # of 64 ancestor bits
-LONGEST = 64 * WORDS  # tokens that a request has in a compiled pass
-MOST_JOBS = 64  # requests in a compiled pass
+WORDS = 2  # of 64 bits
+LONGEST = 64 * WORDS  # tokens that a segment has in a compiled pass
+MOST_SEGMENTS = 64  # in a compiled pass
 SIGN = 1 << 63
 
 
 class CompiledAttention(NamedTuple):
-    """One layer's side of the pool, and who sees what in it."""
+    """What one layer of a compiled pass attends to: its side of the pool, and which tokens see which entries."""
 
     keys: Tensor  # [pool, kv heads, dim]
     values: Tensor
     where: Tensor  # [tokens]: entries of the pool that this pass writes
-    jobs: Tensor  # [jobs, 4]: first token, tokens, where its row begins in the pool, committed entries
+    segments: Tensor  # [segments, 4]: first token, tokens, where its slot begins in the pool, committed entries
     bits: Tensor  # [tokens, WORDS]
     positions: Tensor  # [tokens]
     window: int  # 0: none
@@ -39,69 +39,68 @@ class CompiledAttention(NamedTuple):
         self.keys.index_copy_(0, self.where, key[0].transpose(0, 1))
         self.values.index_copy_(0, self.where, value[0].transpose(0, 1))
         ops = torch.ops.outpace if query.is_cuda else torch.ops.outpace_cpu
-        seen, options = [self.jobs, self.bits, self.positions], [rule.scaling, float(self.window), rule.softcap or 0.0]
+        seen = [self.segments, self.bits, self.positions]
+        options = [rule.scaling, float(self.window), rule.softcap or 0.0]
         return ops.attend(query[0].transpose(0, 1), self.keys, self.values, seen, rule.sinks, options)[None]
 
 
 class Packing(NamedTuple):
     """The tokens of a pass and where they go, on the host."""
 
-    columns: list[list[int]]  # [3 + WORDS][tokens]: ids, positions, entries of the pool, words of ancestor bits
-    jobs: list[list[int]]  # [jobs][4]
+    columns: list[list[int]]  # [3 + WORDS][tokens]: ids, positions, entries of the pool, words of bits
+    segments: list[list[int]]  # [segments][4]
 
 
-def fits(jobs: Seq[Segment], windows: Seq[int | None], most: int) -> bool:
+def fits(segments: Seq[Segment], windows: Seq[int | None], most: int) -> bool:
     """Whether a compiled pass of at most `most` tokens can run these, with no window that ends within one."""
-    longest = max(job.end - job.start for job in jobs)
+    longest = max(segment.end - segment.start for segment in segments)
     return (
-        len(jobs) <= MOST_JOBS
-        and sum(len(job.tokens) for job in jobs) <= most
+        len(segments) <= MOST_SEGMENTS
+        and sum(len(segment.tokens) for segment in segments) <= most
         and longest <= LONGEST
         and all(window is None or window > longest for window in windows)
     )
 
 
-def parts(jobs: Seq[Segment], most: int) -> list[list[Segment]]:
-    """Jobs in as few passes of at most `most` tokens as hold them, in their order; one that is larger has its own."""
+def parts(segments: Seq[Segment], most: int) -> list[list[Segment]]:
+    """Segments in as few passes of at most `most` tokens as hold them, in order; a larger one has its own pass."""
     found, tokens = [list[Segment]()], 0
-    for job in jobs:
-        if found[-1] and (tokens + len(job.tokens) > most or len(found[-1]) == MOST_JOBS):
+    for segment in segments:
+        if found[-1] and (tokens + len(segment.tokens) > most or len(found[-1]) == MOST_SEGMENTS):
             found.append([])
             tokens = 0
-        found[-1].append(job)
-        tokens += len(job.tokens)
+        found[-1].append(segment)
+        tokens += len(segment.tokens)
     return found
 
 
-def pack(jobs: Seq[Segment], cache: PooledCache, tokens: int, slots: int) -> Packing:
-    """Jobs as numbers, filled up to `tokens` and `slots`; what only fills up is written to the pool's scrap."""
+def pack(segments: Seq[Segment], cache: PooledCache, tokens: int, batch: int) -> Packing:
+    """Segments as numbers, filled up to `tokens` and `batch`; what only fills up is written to the pool's scrap."""
     ids, positions, entries, bits = list[int](), list[int](), list[int](), list[int]()
     found: list[list[int]] = []
-    for job in jobs:
-        base, fed = cache.base(job.row), job.tokens
-        found.append([len(ids), len(fed), base, job.start])
-        first = base + job.offset
+    for segment in segments:
+        base, fed = cache.base(segment.slot), segment.tokens
+        found.append([len(ids), len(fed), base, segment.start])
+        first = base + segment.offset
         ids += fed
-        positions += job.positions
+        positions += segment.positions
         entries += range(first, first + len(fed))
-        bits += _bits(job)
+        bits += _bits(segment)
     at, spare = len(ids), tokens - len(ids)
     zeros = [0] * spare
     words = [[_word(mask >> 64 * i) for mask in bits] + [int(not i)] * spare for i in range(WORDS)]
-    entries += [i % slots for i in range(at, tokens)]
-    found += [[0, 0, 0, 0]] * (slots - len(jobs))
+    entries += [i % batch for i in range(at, tokens)]
+    found += [[0, 0, 0, 0]] * (batch - len(segments))
     return Packing([ids + zeros, positions + zeros, entries, *words], found)
 
 
-def _bits(job: Segment) -> list[int]:
-    """Of each token of the job: the entries behind the committed ones that it sees, as bits of one number."""
-    fed = len(job.pending)
+def _bits(segment: Segment) -> list[int]:
+    """For each token of the segment, the entries after the committed ones that it sees, as bits of one number."""
+    fed = len(segment.pending)
     bits = [(1 << (i + 1)) - 1 for i in range(fed)]
-    if job.tree is not None:
-        nodes: list[int] = []
-        for node, parent in enumerate(job.tree.parents):
-            nodes.append((nodes[parent] if parent >= 0 else (1 << fed) - 1) | 1 << (fed + node))
-        bits += nodes[job.since :]
+    if segment.layout is not None:
+        before = (1 << fed) - 1
+        bits += [before | nodes << fed for nodes in segment.layout.sees(segment.since)]
     return bits
 
 

@@ -1,97 +1,116 @@
-"""Ahead: the next pass of rows for which nobody guesses, sent off before the host has read the one before it.
+"""Run-ahead: launch the next decode step before the host has read the current one.
 
-Such a pass is known but for its tokens, and those lie where the last pass chose them: on the device. So it starts
-there, and the host's work is hidden behind it. Whether it is the pass that is wanted is seen when one is asked for: if
-a row goes on in another way, it ran in vain, and what it wrote is overwritten.
+Without drafts its only unknown input is the token just chosen, and that is already on the GPU. So the host's work is
+hidden behind the step. Whether it is the step that is wanted is seen when one is asked for: if a slot goes on in
+another way, the step was in vain, and what it wrote is overwritten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from outpace.core.lm import Picked
 from outpace.core.tree import Tree
-from outpace.models.compiled.captured import CapturedPass
+from outpace.models.compiled.graph_pass import CapturedPass
 from outpace.models.segment import Segment, SegmentOutput
+from outpace.sampling.noise_rule import GUMBEL
 from outpace.sampling.sampler import Pick
 
-FOLLOW, MOST_DOUBT = 0.1, 0.3  # weight of the newest pass in an average; share of passes that may be in vain
+if TYPE_CHECKING:
+    from outpace.models.compiled.cuda_graph import GraphRunner
 
 
 class LastPass(NamedTuple):
-    """The pass that was sent off last."""
+    """The pass that was launched last."""
 
     captured: CapturedPass
-    jobs: Seq[Segment]
+    segments: Seq[Segment]
     outputs: list[SegmentOutput]
 
-    def next(self, rows: Seq[int], picks: Seq[Pick | None]) -> list[Segment] | None:
-        """The pass behind it: each row with one token, for which stands the place of its choice; None: not known."""
+    def next(self, slots: Seq[int], picks: Seq[Pick | None]) -> list[Segment] | None:
+        """The pass after it: each slot with one token, written as the place of its choice; None: it is not known."""
         places, at = dict[int, int](), 0
-        for job, output in zip(self.jobs, self.outputs, strict=True):
-            at += len(job.tokens)
-            if job.tree is not None and len(job.tree) == 1 and output.chosen is not None and output.chosen.there:
-                places[job.row] = at - 1
-        if any(row not in places for row in rows) or any(pick is None for pick in picks):
+        for segment, output in zip(self.segments, self.outputs, strict=True):
+            at += len(segment.tokens)
+            picked = output.picked
+            if segment.layout is not None and len(segment.layout) == 1 and picked is not None and picked.on_device:
+                places[segment.slot] = at - 1
+        if any(slot not in places for slot in slots) or any(pick is None or pick.rule != GUMBEL for pick in picks):
             return None
-        held = {job.row: job.end for job in self.jobs}
-        return [
-            Segment(row, held[row], [], Tree([places[row]]), pick=pick) for row, pick in zip(rows, picks, strict=True)
-        ]
+        held = {segment.slot: segment.end for segment in self.segments}
+        pairs = zip(slots, picks, strict=True)
+        return [Segment(slot, held[slot], [], Tree([places[slot]]), pick=pick) for slot, pick in pairs]
 
 
 class SentAhead(NamedTuple):
-    """A row's part in a pass that was sent ahead."""
+    """A slot's part in a pass that was launched ahead."""
 
-    job: Segment
-    before: Picked  # where the token that it fed was chosen
+    segment: Segment
+    before: Picked  # of the pass that chose the token it fed
     output: SegmentOutput
 
-    def answers(self, job: Segment) -> bool:
-        alike = job.start == self.job.start and not job.pending and job.pick == self.job.pick
-        return alike and job.tree is not None and job.tree.tokens == [self.before.fed[-1]]
+    def answers(self, segment: Segment) -> bool:
+        alike = segment.start == self.segment.start and not segment.pending and segment.pick == self.segment.pick
+        return alike and segment.layout is not None and segment.layout.tokens == [self.before.device_tokens[-1]]
 
 
 @dataclass
-class RunAhead:
-    """What was sent ahead, and nobody has asked for yet."""
+class PassAhead:
+    """The pass that was launched ahead, and nobody has asked for yet."""
 
     taps: tuple[int, ...] = ()
-    rows: dict[int, SentAhead] = field(default_factory=dict)
+    slots: dict[int, SentAhead] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, last: LastPass, jobs: Seq[Segment], outputs: Seq[SegmentOutput]) -> RunAhead:
-        before = {job.row: output.chosen for job, output in zip(last.jobs, last.outputs, strict=True)}
-        found = cls(last.captured.size.taps)
-        for job, output in zip(jobs, outputs, strict=True):
-            chosen = before[job.row]
-            assert chosen is not None, "`next` was asked"
-            found.rows[job.row] = SentAhead(job, chosen, output)
+    def after(cls, last: LastPass, segments: Seq[Segment], outputs: Seq[SegmentOutput]) -> PassAhead:
+        before = {segment.slot: output.picked for segment, output in zip(last.segments, last.outputs, strict=True)}
+        found = cls(last.captured.key.taps)
+        for segment, output in zip(segments, outputs, strict=True):
+            picked = before[segment.slot]
+            assert picked is not None, "`next` was asked"
+            found.slots[segment.slot] = SentAhead(segment, picked, output)
         return found
 
-    def take(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput] | None:
-        """What it found for these jobs, if it was sent for them; else it was in vain."""
-        sent, self.rows = self.rows, {}
-        if taps != self.taps or not all(job.row in sent and sent[job.row].answers(job) for job in jobs):
-            return None
-        return [sent[job.row].output for job in jobs]
+    def take(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput] | None:
+        """What the pass found for these segments, if it was launched for them; else it was in vain."""
+        sent, self.slots = self.slots, {}
+        known = all(segment.slot in sent and sent[segment.slot].answers(segment) for segment in segments)
+        return [sent[segment.slot].output for segment in segments] if taps == self.taps and known else None
 
-    def drop(self, row: int) -> None:
-        """The row holds another text now."""
-        self.rows.pop(row, None)
+    def drop(self, slot: int) -> None:
+        """The slot is about to hold another text."""
+        self.slots.pop(slot, None)
 
 
-@dataclass
-class RunAheadGate:
-    """How often a pass leaves a choice to the host: what began ahead of that was in vain for all of its rows."""
+class GraphsAhead:
+    """Run-ahead of a model that runs as graphs."""
 
-    often: float = 0.0  # share of the last passes
-    seen: bool = False  # in the pass before
+    def __init__(self, runner: GraphRunner) -> None:
+        self.runner = runner
+        self.last: LastPass | None = None
+        self.sent = PassAhead()
 
-    def next(self) -> bool:
-        """Whether a pass should begin ahead."""
-        self.often += FOLLOW * (self.seen - self.often)
-        self.seen = False
-        return self.often < MOST_DOUBT
+    def begin(self, slots: Seq[int], picks: Seq[Pick | None]) -> bool:
+        last = self.last if self.runner.choices_are_sure() else None
+        segments = None if last is None or self.runner.lm.takes_features else last.next(slots, picks)
+        if last is None or segments is None or not all(map(self._follows, segments)):
+            return False
+        try:
+            return self.runner.attempt(segments, lambda: self.launch(last, segments)) or False
+        except torch.OutOfMemoryError:
+            return False  # for a graph that can be done without
+
+    def _follows(self, segment: Segment) -> bool:
+        """Whether it comes after the root that the slot scored last, and there is room."""
+        slot = self.runner.lm.slots[segment.slot]
+        after = slot.layout is not None and len(slot.layout) == 1 and segment.start == slot.length + 1
+        return after and segment.end <= self.runner.cache.capacity[segment.slot]
+
+    def launch(self, last: LastPass, segments: list[Segment]) -> bool:
+        self.last = self.runner.launch_after(last, segments)
+        self.sent = PassAhead.after(last, segments, self.last.outputs)
+        return True

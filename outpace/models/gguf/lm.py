@@ -1,6 +1,6 @@
 """LlamaLM: a GGUF model behind the loop.
 
-A row is a sequence of llama.cpp's, and so is every further branch of a tree: a node is part of the sequences of all
+A slot is a sequence of llama.cpp's, and so is every further branch of a tree: a node is part of the sequences of all
 branches below it. What a node says depends on the order in which what it sees lies in the cache, by its last bits; so
 cells are taken in the order of the text, and a cell that is given up before others stays taken until the cache is full.
 """
@@ -9,29 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.core.lm import MemoryNeed, Picked, Reference
-from outpace.core.tree import ROOT
+from outpace.core.layout import Layout
+from outpace.core.lm import Context, Logits, MemoryNeed, Picked, Reference
+from outpace.core.tree import ROOT, Tree
 from outpace.errors import CacheFull, UnsupportedModel, UsageError
+from outpace.models.gguf.reference import LlamaReference
 from outpace.models.gguf.runtime import COMPANY, LEAST, BatchEntry, File, Runtime
 from outpace.models.memory import free
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import SlotLM
 
-ROWS = 64  # the first sequences are rows
+SLOTS = 64  # the first sequences are slots
 UNREAD = COMPANY - 1  # holds what was given up; those between are for branches
 CELLS = 4096  # of a new cache
 
 
-class Rows:
-    """Logits that are fetched when they are looked at, which takes a while: as a tensor, as far as anybody asks."""
-
-    is_cuda = False
+class FetchedLogits(Logits):
+    """Logits that llama.cpp holds, fetched node by node when they are read, which takes a while."""
 
     def __init__(self, runtime: Runtime, places: list[int]):
         self._runtime, self._places, self._pass = runtime, places, runtime.passes
@@ -40,25 +39,17 @@ class Rows:
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, index: Any) -> Tensor:
-        if not isinstance(index, int):
-            return self._whole[index]
-        index %= len(self._places)
-        if index not in self._known:
-            assert self._pass == self._runtime.passes, "logits are looked at before the next pass"
-            self._known[index] = self._runtime.logits(self._places[index])
-        return self._known[index]
+    def __getitem__(self, node: int) -> Tensor:  # [vocab]
+        if node not in self._known:
+            assert self._pass == self._runtime.passes, "logits are read before the next pass"
+            self._known[node] = self._runtime.logits(self._places[node])
+        return self._known[node]
 
-    @cached_property
-    def _whole(self) -> Tensor:  # [nodes, vocab]
-        return torch.stack([self[i] for i in range(len(self))])
+    def all(self) -> Tensor:  # [nodes, vocab]
+        return torch.stack([self[node] for node in range(len(self))])
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, given: tuple[Any, ...], named: Any = None) -> Any:
-        return function(*(one._whole if isinstance(one, cls) else one for one in given), **(named or {}))
+    def wait(self) -> None:
+        """llama.cpp returns when a pass is done."""
 
 
 class LazyPicks(Seq[int]):
@@ -77,26 +68,26 @@ class LazyPicks(Seq[int]):
 
 @dataclass
 class CachedSlot:
-    """What a row has in the cache."""
+    """What a slot has in the cache."""
 
     cells: list[int] = field(default_factory=list)  # of its tokens
     nodes: list[int] = field(default_factory=list)  # of the nodes of its tree
     sequences: list[int] = field(default_factory=list)  # of each node: one that it is part of
     ends: dict[int, int] = field(default_factory=dict)  # the last node of each of them
 
-    def forget_tree(self) -> None:
+    def forget_layout(self) -> None:
         self.nodes, self.sequences, self.ends = [], [], {}
 
 
 class LlamaLM(SlotLM):
     """A model that llama.cpp runs."""
 
-    handy = False
+    lazy_logits = True
 
     def __init__(self, file: File, cache_limit: int | None = None):
         super().__init__()
         self.file, self.vocab = file, file.vocab
-        self.context: int = file.model.n_ctx_train
+        self.max_length: int = file.model.n_ctx_train
         room = cache_limit if cache_limit is not None else free(torch.device("cpu")) // 2
         self.most = room // file.token_bytes  # cells
         if self.most < LEAST:
@@ -104,169 +95,173 @@ class LlamaLM(SlotLM):
                 f"a cache of {room} bytes holds {self.most} tokens of this model, and {LEAST} are the least"
             )
         self.runtime = Runtime(file, min(CELLS, self.most))
+        self.weights = LlamaWeights(self)
         self.held: list[CachedSlot] = []
         self.end = 0  # cells that are taken
-        self._branches = list(range(ROWS, UNREAD))
+        self._branches = list(range(SLOTS, UNREAD))
 
     @property
-    def fingerprint(self) -> str:
+    def identity(self) -> str:  # type: ignore[override]
         model, together = self.file.model, self.file.together
         return f"{model.desc}, {model.size} bytes, {torch.get_num_threads()} threads, calls of {together}"
-
-    def memory(self, tokens: int) -> MemoryNeed:
-        return MemoryNeed(self.file.model.size, self.file.token_bytes, tokens, self.most * self.file.token_bytes)
 
     def reference(self) -> Reference:
         return LlamaReference(self.file)
 
-    def acquire(self, tokens: list[int], taps: tuple[int, ...] = ()) -> int:
+    def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
         if taps:
             raise UnsupportedModel("this method reads hidden states, and llama.cpp hands none out")
-        if len([row for row in self.rows if row.busy]) >= ROWS:
-            raise UsageError(f"a GGUF model answers at most {ROWS} requests at a time")
-        row = super().acquire(tokens, taps)
-        self.held += [CachedSlot() for _ in range(row + 1 - len(self.held))]
-        return row
+        if len([slot for slot in self.slots if slot.busy]) >= SLOTS:
+            raise UsageError(f"a GGUF model answers at most {SLOTS} requests at a time")
+        slot = super().acquire(tokens, context=context)
+        self.held += [CachedSlot() for _ in range(slot + 1 - len(self.held))]
+        return slot
 
-    def release(self, row: int) -> None:
-        if self.rows[row].tree is not None:
-            self.commit(row, [])
-        super().release(row)
+    def release(self, slot: int) -> None:
+        if self.slots[slot].layout is not None:
+            self.commit(slot, [])
+        super().release(slot)
 
-    def reserve(self, jobs: Seq[Segment]) -> None:
-        need = sum(len(job.tokens) for job in jobs)
-        if need > self.file.largest_pass and any(job.tree is not None for job in jobs):  # a prompt goes in parts
-            raise CacheFull(f"{need} tokens are more than the {self.file.largest_pass} of a pass", jobs[-1].row)
+    def reserve(self, segments: Seq[Segment]) -> None:
+        need = sum(len(segment.tokens) for segment in segments)
+        if need > self.file.largest_pass and any(
+            segment.layout is not None for segment in segments
+        ):  # a prompt goes in parts
+            raise CacheFull(f"{need} tokens are more than the {self.file.largest_pass} of a pass", segments[-1].slot)
         need += self.file.paired  # company takes a cell as well
         if self.end + need <= self.runtime.cells:
             return
-        busy = [i for i, row in enumerate(self.rows) if row.busy]
-        wanted = need + sum(len(self.rows[i].tokens) for i in busy)
-        if wanted > self.most or any(job.since for job in jobs):
-            raise CacheFull(f"{wanted} tokens do not fit into a cache of {self.most}", jobs[-1].row)
+        busy = [i for i, slot in enumerate(self.slots) if slot.busy]
+        wanted = need + sum(len(self.slots[i].tokens) for i in busy)
+        if wanted > self.most or any(segment.since for segment in segments):
+            raise CacheFull(f"{wanted} tokens do not fit into a cache of {self.most}", segments[-1].slot)
         self._renew(busy, wanted)
 
     def _renew(self, busy: list[int], wanted: int) -> None:
-        """A cache without what was given up, larger if need be; what idle rows held goes."""
+        """A cache without what was given up, larger if need be; what idle slots held goes."""
         size = self.runtime.cells
         while size < min(2 * wanted, self.most):
             size *= 2
         self._empty(min(size, self.most))
-        for index, row in enumerate(self.rows):
+        for index, slot in enumerate(self.slots):
             self.held[index] = CachedSlot()
-            row.forget_tree()
+            slot.forget_layout()
             if index not in busy:
-                row.tokens = []
-            for first in range(0, len(row.tokens), self.chunk):
-                self._decode([Segment(index, first, row.tokens[first : first + self.chunk])])
+                slot.tokens, slot.length = [], 0
+            for first in range(0, len(slot.tokens), self.chunk):
+                self._decode([Segment(index, first, slot.tokens[first : first + self.chunk])])
 
     def _empty(self, cells: int) -> None:
         if cells == self.runtime.cells:
             self.runtime.clear()
         else:
             self.runtime = Runtime(self.file, cells)
-        self.end, self._branches = 0, list(range(ROWS, UNREAD))
+        self.end, self._branches = 0, list(range(SLOTS, UNREAD))
 
-    def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+    def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         try:
-            firsts = self._decode(jobs)
-        except BaseException:  # some of it may have been written: no row can be trusted
+            firsts = self._decode(segments)
+        except BaseException:  # some of it may have been written: no slot can be trusted
             self._empty(self.runtime.cells)
-            for index, row in enumerate(self.rows):
-                row.pending, row.tokens, self.held[index] = row.tokens + row.pending, [], CachedSlot()
-                row.forget_tree()
+            for index, slot in enumerate(self.slots):
+                slot.pending, slot.tokens, slot.length = slot.tokens + slot.pending, [], 0
+                self.held[index] = CachedSlot()
+                slot.forget_layout()
             raise
-        return [self._output(job, first + len(job.pending)) for job, first in zip(jobs, firsts, strict=True)]
+        pairs = zip(segments, firsts, strict=True)
+        return [self._output(segment, first + len(segment.pending)) for segment, first in pairs]
 
-    def _output(self, job: Segment, first: int) -> SegmentOutput:
-        if job.tree is None:
+    def _output(self, segment: Segment, first: int) -> SegmentOutput:
+        if segment.layout is None:
             return SegmentOutput(None, {})
-        places = list(range(first, first + len(job.tree) - job.since))
-        rows = Rows(self.runtime, places)
-        pick = job.pick
+        places = list(range(first, first + len(segment.layout) - segment.since))
+        logits, pick = FetchedLogits(self.runtime, places), segment.pick
         if pick is None or pick.temperature or pick.filters:
-            return SegmentOutput(rows[:], {})
-        # How large the largest logit is would have to be looked up: so one that is not finite goes unnoticed here.
-        chosen = Picked(LazyPicks(self.runtime, places), [0.0] * len(places), [1.0] * len(places))
-        return SegmentOutput(cast(Tensor, rows), {}, chosen)
+            return SegmentOutput(logits.all(), {})
+        # The largest logit would have to be fetched, so one that is not finite goes unnoticed here.
+        picked = Picked(LazyPicks(self.runtime, places), [0.0] * len(places), [1.0] * len(places))
+        return SegmentOutput(logits, {}, picked)
 
-    def _decode(self, jobs: Seq[Segment]) -> list[int]:
-        """Run a pass; where in it each job begins."""
+    def _decode(self, segments: Seq[Segment]) -> list[int]:
+        """Run a pass; returns where in it each segment begins."""
         entries: list[BatchEntry] = []
         firsts = []
-        for job in jobs:
+        for segment in segments:
             firsts.append(len(entries))
-            entries += self._entries(job)
+            entries += self._entries(segment)
         self.runtime.decode(entries)
-        for job, first in zip(jobs, firsts, strict=True):
-            cells, fed = [self.end + first + i for i in range(len(job.tokens))], len(job.pending)
-            self.held[job.row].cells += cells[:fed]
-            self.held[job.row].nodes += cells[fed:]
+        for segment, first in zip(segments, firsts, strict=True):
+            cells, fed = [self.end + first + i for i in range(len(segment.tokens))], len(segment.pending)
+            self.held[segment.slot].cells += cells[:fed]
+            self.held[segment.slot].nodes += cells[fed:]
         self.end += len(entries)
         return firsts
 
-    def _entries(self, job: Segment) -> list[BatchEntry]:
-        held, tree = self.held[job.row], job.tree
-        entries = [BatchEntry(token, job.start + i, [job.row]) for i, token in enumerate(job.pending)]
-        if tree is None:
+    def _entries(self, segment: Segment) -> list[BatchEntry]:
+        held, layout = self.held[segment.slot], segment.layout
+        entries = [BatchEntry(token, segment.start + i, [segment.slot]) for i, token in enumerate(segment.pending)]
+        if layout is None:
             return entries
-        if not job.since:
-            held.forget_tree()
-        for node in range(job.since, len(tree)):
+        tree = _tree(layout)
+        if not segment.since:
+            held.forget_layout()
+        for node in range(segment.since, len(tree)):
             parent = tree.parents[node]
-            sequence = held.sequences[parent] if parent >= ROOT else job.row
+            sequence = held.sequences[parent] if parent >= ROOT else segment.slot
             if parent >= ROOT and held.ends[sequence] != parent:  # it has gone on to another child
-                sequence = self._branch(job, parent, entries)
+                sequence = self._branch(segment, parent, entries)
             held.sequences.append(sequence)
             held.ends[sequence] = node
-            position = job.start + len(job.pending) + tree.depths[node]
+            position = segment.start + len(segment.pending) + tree.depths[node]
             entries.append(BatchEntry(tree.tokens[node], position, [sequence], True))
         return entries
 
-    def _branch(self, job: Segment, parent: int, entries: list[BatchEntry]) -> int:
+    def _branch(self, segment: Segment, parent: int, entries: list[BatchEntry]) -> int:
         """A sequence that has been where this node is."""
-        assert job.tree is not None
+        tree = segment.tree
         if not self._branches:
-            raise CacheFull(f"a tree has at most {UNREAD - ROWS} branches here", job.row)
-        held, sequence, fed = self.held[job.row], self._branches.pop(), len(job.pending)
-        path = job.tree.path(parent)
-        before = [node for node in path if node < job.since]  # those are in the cache, with all that comes before them
-        source = held.sequences[before[-1]] if before else job.row
-        self.runtime.share(source, sequence, 0, job.start + (fed + len(before) if before else 0))
-        for place in [*range(fed), *(fed + node - job.since for node in path if node >= job.since)]:
+            raise CacheFull(f"a tree has at most {UNREAD - SLOTS} branches here", segment.slot)
+        held, sequence, fed = self.held[segment.slot], self._branches.pop(), len(segment.pending)
+        path = tree.path(parent)
+        before = [
+            node for node in path if node < segment.since
+        ]  # those are in the cache, with all that comes before them
+        source = held.sequences[before[-1]] if before else segment.slot
+        self.runtime.share(source, sequence, 0, segment.start + (fed + len(before) if before else 0))
+        for place in [*range(fed), *(fed + node - segment.since for node in path if node >= segment.since)]:
             entries[place].sequences.append(sequence)
         return sequence
 
-    def commit(self, row: int, path: list[int]) -> None:
-        held = self.held[row]
+    def commit(self, slot: int, path: list[int]) -> None:
+        held = self.held[slot]
         if len(path) < len(held.nodes):
-            self._drop(row, path)
+            self._drop(slot, path)
         held.cells += [held.nodes[node] for node in path]
-        held.forget_tree()
+        held.forget_layout()
 
-    def _drop(self, row: int, path: list[int]) -> None:
-        """Give up the nodes that are not on this path; those on it become part of the row's own sequence."""
-        held, first, kept = self.held[row], len(self.rows[row].tokens), set(path)
-        depths = self._depths(row)
+    def _drop(self, slot: int, path: list[int]) -> None:
+        """Give up the nodes that are not on this path; those on it become part of the slot's own sequence."""
+        held, first, kept = self.held[slot], len(self.slots[slot].tokens), set(path)
+        depths = self._depths(slot)
         gone = {cell: node for node, cell in enumerate(held.nodes) if node not in kept}
         end = self._tail(gone)
         for cell, node in gone.items():
             if cell < end:
                 self.runtime.share(held.sequences[node], UNREAD, first + depths[node], first + depths[node] + 1)
-        tip = held.sequences[path[-1]] if path else row
-        same = sum(held.sequences[node] == row for node in path)
-        self.runtime.remove(row, first + same)
-        if tip != row:
-            self.runtime.share(tip, row, first + same, first + len(path))
-        for sequence in set(held.sequences) - {row}:
+        tip = held.sequences[path[-1]] if path else slot
+        same = sum(held.sequences[node] == slot for node in path)
+        self.runtime.remove(slot, first + same)
+        if tip != slot:
+            self.runtime.share(tip, slot, first + same, first + len(path))
+        for sequence in set(held.sequences) - {slot}:
             self.runtime.remove(sequence, 0)
             self._branches.append(sequence)
         self.end = end
 
-    def _depths(self, row: int) -> list[int]:
-        tree = self.rows[row].tree
-        assert tree is not None, "its nodes are in the cache"
-        return tree.depths
+    def _depths(self, slot: int) -> list[int]:
+        layout = self.slots[slot].layout
+        assert layout is not None, "its nodes are in the cache"
+        return _tree(layout).depths
 
     def _tail(self, gone: dict[int, int]) -> int:
         """Where the cells that are taken end without these."""
@@ -275,17 +270,17 @@ class LlamaLM(SlotLM):
             end -= 1
         return end
 
-    def crop(self, row: int, length: int) -> int:
-        if row >= len(self.held):
+    def crop(self, slot: int, length: int) -> int:
+        if slot >= len(self.held):
             return length
-        held = self.held[row]
+        held = self.held[slot]
         shared = {cell for other in self.held if other is not held for cell in other.cells}
         gone = {cell: at for at, cell in enumerate(held.cells) if at >= length and cell not in shared}
         end = self._tail(gone)
         unread = [at for cell, at in gone.items() if cell < end]
         if unread:
-            self.runtime.share(row, UNREAD, min(unread), max(unread) + 1)
-        self.runtime.remove(row, length)
+            self.runtime.share(slot, UNREAD, min(unread), max(unread) + 1)
+        self.runtime.remove(slot, length)
         held.cells = held.cells[:length]
         self.end = end
         if not any(other.cells or other.nodes for other in self.held):
@@ -300,21 +295,23 @@ class LlamaLM(SlotLM):
         return True
 
 
-class LlamaReference:
-    """One pass over a whole text in a cache of its own. llama.cpp has one precision."""
+def _tree(layout: Layout) -> Tree:
+    if not isinstance(layout, Tree):
+        raise UnsupportedModel("llama.cpp scores trees: in no other layout can a token see what comes after it")
+    return layout
 
-    def __init__(self, file: File):
-        self.file = file
 
-    def native(self, tokens: list[int], count: int) -> Tensor:
-        runtime, found = Runtime(self.file, len(tokens) + 1), list[Tensor]()
-        for first in range(0, len(tokens), self.file.largest_pass):
-            part = tokens[first : first + self.file.largest_pass]
-            wanted = [first + i >= len(tokens) - count for i in range(len(part))]
-            entries = [BatchEntry(token, first + i, [0], wanted[i]) for i, token in enumerate(part)]
-            runtime.decode(entries)
-            found += [runtime.logits(i) for i, asked in enumerate(wanted) if asked]
-        return torch.stack(found)
+class LlamaWeights:
+    """The weights in a file, which do not change."""
 
-    def precise(self, tokens: list[int], count: int) -> Tensor:
-        return self.native(tokens, count).double()
+    version = 0
+
+    def __init__(self, lm: LlamaLM):
+        self.lm = lm
+
+    def changed(self) -> None:
+        self.lm.clear()
+
+    def memory(self, tokens: int) -> MemoryNeed:
+        file = self.lm.file
+        return MemoryNeed(file.model.size, file.token_bytes, tokens, self.lm.most * file.token_bytes)

@@ -62,12 +62,12 @@ class File:
         self,
         path: Path,
         offload: bool | None = None,
-        exact: bool = True,
+        bitwise: bool = True,
         together: int | None = None,
         paired: bool | None = None,
     ):
         """`offload`: to a GPU, where this build of llama.cpp has one; None: if it has. `together`: weights in the
-        order that llama.cpp likes on this processor, as without `exact`, but in calls of at most so many tokens.
+        order that llama.cpp likes on this processor, as without `bitwise`, but in calls of at most so many tokens.
         `paired`: whether no token may come alone, where that is known; None: it is tried."""
         library = _library()
         if not path.is_file():
@@ -84,7 +84,7 @@ class File:
 
         given = library.LlamaModelParams()
         given.n_gpu_layers = 0 if offload is False or not library.llama_supports_gpu_offload() else 1 << 10
-        given.use_extra_bufts = together is not None or not exact
+        given.use_extra_bufts = together is not None or not bitwise
         try:
             self.model = Model(str(path), given)
         except (ValueError, RuntimeError, OSError) as error:
@@ -98,7 +98,7 @@ class File:
             )
         self.together = together or BATCH  # most tokens of a call
         self.paired = bool(paired)
-        if exact and paired is None:
+        if bitwise and paired is None:
             self.paired = self._alone_is_different()
 
     def _alone_is_different(self) -> bool:

@@ -1,7 +1,7 @@
 """Our attention function: a few query rows with ancestor masks over long prefixes of different lengths.
 
 It is registered once with Transformers' `AttentionInterface`. Everything it needs comes as the keyword argument
-`reach`, which the model's forward passes on; there is no global.
+`attention_plan`, which the model's forward passes on; there is no global.
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ class EagerAttention:
     """Who attends to what in one pass; masks are made once and shared by all layers."""
 
     def __init__(
-        self, cache: SlotCache, jobs: Seq[Segment], windows: Seq[int | None], device: torch.device, alone: bool = False
+        self,
+        cache: SlotCache,
+        segments: Seq[Segment],
+        windows: Seq[int | None],
+        device: torch.device,
+        alone: bool = False,
     ):
         self.alone = alone  # each query by itself, over its own path: the same arithmetic in every pass
         self.cache = cache
-        self.jobs = jobs
+        self.segments = segments
         self.windows = windows  # of each layer
         self.device = device
         self.calls = 0  # layers that attended through us
@@ -52,70 +57,68 @@ class EagerAttention:
         self._paths: dict[tuple[int, int | None], list[Tensor]] = {}
 
     def mask(self, index: int, window: int | None) -> Tensor | None:
-        """Mask of job `index`; None when its every query sees its every key."""  # [queries, keys]
+        """Mask of segment `index`; None when its every query sees its every key."""  # [queries, keys]
         if (index, window) not in self._masks:
-            mask = _mask(self.jobs[index], window)
+            mask = _mask(self.segments[index], window)
             self._masks[index, window] = None if bool(mask.all()) else mask.to(self.device)
         return self._masks[index, window]
 
     def paths(self, index: int, window: int | None) -> list[Tensor]:
-        """Cache entries that each query of job `index` sees, in the order of the text."""  # queries of [keys]
+        """Cache entries that each query of segment `index` sees, in the order of the text."""  # queries of [keys]
         if (index, window) not in self._paths:
-            mask = _mask(self.jobs[index], window)
+            mask = _mask(self.segments[index], window)
             self._paths[index, window] = [torch.nonzero(seen).flatten().to(self.device) for seen in mask]
         return self._paths[index, window]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Write the new keys and values, then one job after the other."""  # out: [1, tokens, heads, head dim]
+        """Write the new keys and values, then one segment after the other."""  # out: [1, tokens, heads, head dim]
         layer: int = module.layer_idx  # type: ignore[assignment]
-        self.cache.write(layer, key, value, self.jobs)
+        self.cache.write(layer, key, value, self.segments)
         keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.windows[layer]
         self.calls += 1
         out, at = [], 0
-        for index, job in enumerate(self.jobs):
-            count = len(job.tokens)
+        for index, segment in enumerate(self.segments):
+            count = len(segment.tokens)
             q = query[0, :, at : at + count]
             at += count
             if self.alone:
                 for i, path in enumerate(self.paths(index, window)):
-                    k, v = (side[job.row].index_select(1, path) for side in (keys, values))
+                    k, v = (side[segment.slot].index_select(1, path) for side in (keys, values))
                     out.append(_attend(q[:, i : i + 1], k, v, None, rule))
                 continue
-            # A windowed layer need not look at keys that no query of this job can see.
-            first = 0 if window is None else max(0, job.start - window + 1)
+            # A windowed layer need not look at keys that no query of this segment can see.
+            first = 0 if window is None else max(0, segment.start - window + 1)
             mask = self.mask(index, window)
-            k, v = keys[job.row][:, first : job.end], values[job.row][:, first : job.end]
+            k, v = keys[segment.slot][:, first : segment.end], values[segment.slot][:, first : segment.end]
             out.append(_attend(q, k, v, mask if mask is None else mask[:, first:], rule))
-        if at < query.shape[2]:  # rows that only fill up the pass
+        if at < query.shape[2]:  # tokens that only fill up the pass
             out.append(query.new_zeros(query.shape[1], query.shape[2] - at, value.shape[3]))
         return torch.cat(out, dim=1).transpose(0, 1)[None]
 
 
-def _mask(job: Segment, window: int | None) -> Tensor:
-    fed, queries = len(job.pending), len(job.tokens)
-    mask = torch.zeros(queries, job.end, dtype=torch.bool)
-    mask[:, : job.start] = True
-    mask[:fed, job.start : job.start + fed] = torch.ones(fed, fed, dtype=torch.bool).tril_()
-    depths: list[int] = []
-    if job.tree is not None:
-        mask[fed:, job.start : job.start + fed] = True
-        mask[fed:, job.start + fed :] = job.tree.ancestors(job.since)
-        depths = job.tree.depths
+def _mask(segment: Segment, window: int | None) -> Tensor:  # [queries, keys]
+    fed, start, layout = len(segment.pending), segment.start, segment.layout
+    mask = torch.zeros(len(segment.tokens), segment.end, dtype=torch.bool)
+    mask[:, :start] = True
+    mask[:fed, start : start + fed] = torch.ones(fed, fed, dtype=torch.bool).tril_()
+    if layout is not None:
+        mask[fed:, start : start + fed] = True
+        mask[fed:, start + fed :] = layout.visible(segment.since)
     if window is not None:
-        first = job.start + fed
-        keys = torch.cat([torch.arange(first), first + torch.tensor(depths, dtype=torch.long)])
-        mask &= torch.tensor(job.positions)[:, None] - keys[None] < window
+        first = start + fed
+        keys = [*range(first), *([] if layout is None else layout.positions(first))]
+        mask &= torch.tensor(segment.positions)[:, None] - torch.tensor(keys)[None] < window
     return mask
 
 
 def attend(
     module: nn.Module,
-    query: Tensor,  # [1, heads, tokens of all jobs, head dim]
-    key: Tensor,  # [1, kv heads, tokens of all jobs, head dim]
+    query: Tensor,  # [1, heads, tokens of all segments, head dim]
+    key: Tensor,  # [1, kv heads, tokens of all segments, head dim]
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    reach: AttentionPlan,
+    attention_plan: AttentionPlan,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # attention sinks, one logit per head
@@ -125,7 +128,7 @@ def attend(
     if attention_mask is not None or key.shape[2] != query.shape[2]:
         raise UnsupportedModel(f"{type(module).__name__} attends to more than the tokens")
     rule = AttentionRule(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
-    return reach.attend(module, query, key, value, rule), None
+    return attention_plan.attend(module, query, key, value, rule), None
 
 
 def _attend(

@@ -1,12 +1,14 @@
-"""SlotCache: keys and values of many rows, each as long as it needs to be, in tensors that double.
+"""Key-value caches of many slots, each as long as it needs to be.
 
-It is handed to a Transformers model as its `past_key_values`. The model gets its new keys and values back as they are;
-our attention function writes them and reads the live part of each row, so nothing is gathered or padded.
+`SlotCache` has tensors of its own for each slot, which double. `PooledCache` has one tensor for all slots, so that a
+compiled pass reads and writes it by index. Either is handed to a Transformers model as its `past_key_values`. The model
+gets its new keys and values back as they are; our attention writes them, and reads the part of each slot that is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +19,18 @@ from outpace.errors import CacheFull
 from outpace.models.segment import Segment
 
 FIRST_CAPACITY = 256  # tokens
+SCRAP = 64  # entries at the front where the tokens that only fill up a pass are written
+GRAIN = 64  # regions are multiples of this
 
 
 class SlotCache(Cache):
-    """One pair of tensors per row and layer, `[kv heads, capacity, head dim]`, made when the layer is first written."""
+    """A pair of tensors per slot and layer, `[kv heads, capacity, head dim]`, made when the layer is first written."""
 
     def __init__(self, layers: int, limit: int | None = None):
         super().__init__(layer_class_to_replicate=DynamicLayer)  # the parent's own layers stay empty
-        self.keys: list[dict[int, Tensor]] = [{} for _ in range(layers)]  # of each layer, by row
+        self.keys: list[dict[int, Tensor]] = [{} for _ in range(layers)]  # of each layer, by slot
         self.values: list[dict[int, Tensor]] = [{} for _ in range(layers)]
-        self.capacity: dict[int, int] = {}  # tokens, by row
+        self.capacity: dict[int, int] = {}  # tokens, by slot
         self.limit = limit  # bytes
         self.token_bytes = 0  # of all layers; known once a token was written
         self.kinds: set[tuple[int, int, torch.dtype]] = set()  # kv heads, head dim and dtype of the layers
@@ -40,15 +44,15 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
-    def write(self, layer: int, key: Tensor, value: Tensor, jobs: Seq[Segment]) -> None:
-        """Put the new keys and values of every job behind what its row holds."""  # [1, kv heads, tokens, head dim]
+    def write(self, layer: int, key: Tensor, value: Tensor, segments: Seq[Segment]) -> None:
+        """Put the new keys and values of every segment after what its slot holds."""  # [1, kv heads, tokens, head dim]
         at = 0
-        for job in jobs:
-            count = len(job.tokens)
+        for segment in segments:
+            count = len(segment.tokens)
             for side, new in ((self.keys[layer], key), (self.values[layer], value)):
-                if job.row not in side:
-                    side[job.row] = new.new_empty(new.shape[1], self.capacity[job.row], new.shape[3])
-                side[job.row][:, job.offset : job.offset + count] = new[0, :, at : at + count]
+                if segment.slot not in side:
+                    side[segment.slot] = new.new_empty(new.shape[1], self.capacity[segment.slot], new.shape[3])
+                side[segment.slot][:, segment.offset : segment.offset + count] = new[0, :, at : at + count]
             at += count
 
     def measure(self) -> None:
@@ -57,9 +61,9 @@ class SlotCache(Cache):
         self.token_bytes = sum(t.shape[0] * t.shape[2] * t.element_size() for t in sample)
         self.kinds = {(t.shape[0], t.shape[2], t.dtype) for t in sample}
 
-    def reserve(self, row: int, length: int) -> None:
-        """Have room for `length` tokens in this row; `CacheFull` when they do not fit beside the other rows."""
-        held = self.capacity.get(row, 0)
+    def reserve(self, slot: int, length: int) -> None:
+        """Have room for `length` tokens in this slot; `CacheFull` when they do not fit beside the other slots."""
+        held = self.capacity.get(slot, 0)
         if length <= held:
             return
         capacity = max(length, 2 * held, FIRST_CAPACITY)
@@ -69,34 +73,34 @@ class SlotCache(Cache):
                 raise CacheFull(
                     f"the cache has room for {max(most, 0)} tokens of this request and it needs {length}: "
                     f"{length * self.token_bytes / 2**20:.1f} MiB, with a limit of {self.limit / 2**20:.1f} MiB in all",
-                    row,
+                    slot,
                 )
             capacity = min(capacity, most)
         try:
             for side in (*self.keys, *self.values):
-                if row in side:
-                    side[row] = _grown(side[row], held, capacity)
+                if slot in side:
+                    side[slot] = _grown(side[slot], held, capacity)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
                 raise
             # What grew before the failure is larger than it needs to be, and stays usable.
             megabytes = capacity * self.token_bytes / 2**20
-            raise CacheFull(f"no memory for a cache of {capacity} tokens ({megabytes:.1f} MiB)", row) from None
-        self.capacity[row] = capacity
+            raise CacheFull(f"no memory for a cache of {capacity} tokens ({megabytes:.1f} MiB)", slot) from None
+        self.capacity[slot] = capacity
 
-    def forget(self, row: int) -> None:
-        self.capacity.pop(row, None)
+    def forget(self, slot: int) -> None:
+        self.capacity.pop(slot, None)
         for side in (*self.keys, *self.values):
-            side.pop(row, None)
+            side.pop(slot, None)
 
-    def move(self, row: int, start: int, path: list[int], layers: int | None = None) -> None:
+    def move(self, slot: int, start: int, path: list[int], layers: int | None = None) -> None:
         """Gather the entries `start + path` to directly behind `start`, in all layers or in the first ones."""
         if path == list(range(len(path))):
             return
         for side in (*self.keys[:layers], *self.values[:layers]):
-            if row in side:
-                index = torch.tensor(path, device=side[row].device) + start
-                side[row][:, start : start + len(path)] = side[row].index_select(1, index)
+            if slot in side:
+                index = torch.tensor(path, device=side[slot].device) + start
+                side[slot][:, start : start + len(path)] = side[slot].index_select(1, index)
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.reserve(target, length)
@@ -117,3 +121,155 @@ def _grown(old: Tensor, held: int, capacity: int) -> Tensor:
     new = old.new_empty(old.shape[0], capacity, old.shape[2])
     new[:, :held] = old[:, :held]
     return new
+
+
+class CacheShape(NamedTuple):
+    """What one token takes in the cache."""
+
+    layers: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.layers * self.heads * self.dim * self.dtype.itemsize
+
+
+class CacheRegion(NamedTuple):
+    """The part of the pool that a slot has."""
+
+    base: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.base + self.size
+
+
+class PooledCache(SlotCache):
+    """One tensor `[layers, 2, entries, kv heads, head dim]`; slots are regions of it."""
+
+    def __init__(self, shape: CacheShape, device: torch.device, limit: int | None = None):
+        super().__init__(shape.layers, limit)
+        self.shape = shape
+        self.device = device
+        self.token_bytes = shape.nbytes
+        self.regions: dict[int, CacheRegion] = {}
+        self.generation = 0  # changes when the pool is another tensor
+        self.pool = self._empty(SCRAP + FIRST_CAPACITY)
+        self.sides = self._sides()
+
+    @property
+    def size(self) -> int:
+        return self.pool.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.token_bytes * self.size
+
+    def base(self, slot: int) -> int:
+        return self.regions[slot].base
+
+    def _empty(self, entries: int) -> Tensor:
+        # Zeros: what a padded token reads must be finite.
+        s = self.shape
+        return torch.zeros(s.layers, 2, entries, s.heads, s.dim, dtype=s.dtype, device=self.device)
+
+    def _sides(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, `[entries, kv heads, head dim]`."""
+        return [(layer[0], layer[1]) for layer in self.pool]
+
+    def reserve(self, slot: int, length: int) -> None:
+        held = self.capacity.get(slot, 0)
+        if length <= held:
+            return
+        wanted = -(-max(length, 2 * held, FIRST_CAPACITY) // GRAIN) * GRAIN
+        others = sum(region.size for other, region in self.regions.items() if other != slot)
+        if self.limit is not None:
+            most = self.limit // self.token_bytes - SCRAP - others
+            if length > most:
+                raise self._full(slot, length, most)
+            wanted = min(wanted, most)
+        base = self._gap(wanted, slot)
+        if base is None:
+            self._rebuild(slot, wanted, SCRAP + others + wanted)
+        else:
+            self._settle(slot, CacheRegion(base, wanted))
+
+    def _full(self, slot: int, length: int, most: int) -> CacheFull:
+        assert self.limit is not None
+        return CacheFull(
+            f"the cache has room for {max(most, 0)} tokens of this request and it needs {length}: "
+            f"{length * self.token_bytes / 2**20:.1f} MiB, with a limit of {self.limit / 2**20:.1f} MiB in all",
+            slot,
+        )
+
+    def _gap(self, size: int, slot: int) -> int | None:
+        """The first free stretch of this size; the slot's own region counts as free."""
+        at = SCRAP
+        for region in sorted(region for other, region in self.regions.items() if other != slot):
+            if region.base - at >= size:
+                return at
+            at = region.end
+        return at if self.size - at >= size else None
+
+    def _settle(self, slot: int, region: CacheRegion) -> None:
+        """Move a slot into this region, which no other slot has."""
+        old = self.regions.get(slot)
+        if old is not None and old.base != region.base:
+            held = self.pool[:, :, old.base : old.end].clone()
+            self.pool[:, :, region.base : region.base + old.size] = held
+        self.regions[slot], self.capacity[slot] = region, region.size
+        self._show(slot)
+
+    def _rebuild(self, slot: int, wanted: int, least: int) -> None:
+        """A larger pool, or the same one without gaps, with a region of `wanted` entries for this slot."""
+        size = max(least, 2 * self.size)
+        if self.limit is not None:
+            size = max(least, min(size, self.limit // self.token_bytes))
+        try:
+            self._resize(size)
+        except torch.OutOfMemoryError:
+            megabytes = size * self.token_bytes / 2**20
+            raise CacheFull(f"no memory for a cache of {size} tokens ({megabytes:.1f} MiB)", slot) from None
+        base = self._gap(wanted, slot)
+        assert base is not None, "a pool without gaps has the room"
+        self._settle(slot, CacheRegion(base, wanted))
+
+    def _resize(self, size: int) -> None:
+        old, self.pool = self.pool, self._empty(size)
+        self.sides = self._sides()
+        self.generation += 1
+        at = SCRAP
+        for slot, region in sorted(self.regions.items(), key=lambda item: item[1]):
+            self.pool[:, :, at : at + region.size] = old[:, :, region.base : region.end]
+            self.regions[slot] = CacheRegion(at, region.size)
+            at += region.size
+            self._show(slot)
+
+    def _show(self, slot: int) -> None:
+        """The slot as the eager passes see it: a view per layer and side, `[kv heads, entries, head dim]`."""
+        base, size = self.regions[slot]
+        for layer in range(self.shape.layers):
+            self.keys[layer][slot] = self.pool[layer, 0, base : base + size].transpose(0, 1)
+            self.values[layer][slot] = self.pool[layer, 1, base : base + size].transpose(0, 1)
+
+    def forget(self, slot: int) -> None:
+        super().forget(slot)
+        self.regions.pop(slot, None)
+
+    def move(self, slot: int, start: int, path: list[int], layers: int | None = None) -> None:
+        first = next((i for i, node in enumerate(path) if node != i), len(path))
+        if first == len(path):
+            return
+        at = self.base(slot) + start
+        index = torch.tensor(path[first:], device=self.device) + at
+        self.pool[:layers, :, at + first : at + len(path)] = self.pool[:layers].index_select(2, index)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        if source not in self.regions:
+            return
+        self.reserve(target, length)
+        held = self.pool[:, :, self.base(source) : self.base(source) + length]
+        self.pool[:, :, self.base(target) : self.base(target) + length] = held

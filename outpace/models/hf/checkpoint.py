@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outpace.errors import OutpaceError, UnsupportedModel, UsageError
-from outpace.models.hf.module import apart, decoder_layers, view
+from outpace.models.hf.module import decoder_layers, view
+from outpace.models.hf.tolerance import apart
 
 PROBE = 16  # tokens on which the copy is compared
 

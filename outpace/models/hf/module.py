@@ -37,6 +37,14 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str]:
     raise UnsupportedModel(f"{type(model).__name__} has no list of decoder layers to tap or to slice")
 
 
+def layer_count(model: PreTrainedModel) -> int:
+    """The layers of its decoder; 0 for a model that has no list of them."""
+    try:
+        return len(getattr(*decoder_layers(model)))
+    except UnsupportedModel:
+        return 0
+
+
 def context_length(config: PreTrainedConfig) -> int:
     """The most tokens that a row can hold. Longrope turns every key of a pass by the length of its longest row, so
     past its switching point a token would depend on what it is batched with, or drafted with: it is not passed."""
@@ -45,13 +53,6 @@ def context_length(config: PreTrainedConfig) -> int:
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     switches = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     return min([getattr(text, "max_position_embeddings", None) or 1 << 30, *switches])
-
-
-def apart(ours: Tensor, theirs: Tensor) -> float:
-    """How far two results are from each other, relative to the second; logits that both exclude are not apart."""
-    ours, theirs = ours.float(), theirs.float()
-    excluded = theirs.isinf() & (ours == theirs)
-    return float((ours - theirs).masked_fill(excluded, 0).norm() / theirs.masked_fill(excluded, 0).norm())
 
 
 @contextmanager

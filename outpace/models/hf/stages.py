@@ -7,17 +7,14 @@ compiled ones too. What enters its first layer can be given: then embeddings are
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outpace.models.hf.module import decoder_layers, trim
-from outpace.models.segment import Segment
 
 
 class LayerSpan(NamedTuple):
@@ -95,38 +92,3 @@ def _between(layers: nn.ModuleList, entering: Tensor | None) -> Iterator[list[Te
     finally:
         for handle in handles:
             handle.remove()
-
-
-class LayerSpanRunner(Protocol):
-    """A model that can run some of its layers."""
-
-    stack: int
-
-    def part(
-        self, span: LayerSpan, jobs: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
-    ) -> StageOutputs: ...
-
-
-def resume(lm: LayerSpanRunner, jobs: Seq[Segment], nodes: list[int]) -> Tensor:  # [nodes, vocab]
-    """A pass in which tokens enter at different layers: each stage runs those that are there by then."""
-    states: dict[int, Tensor] = {}  # of each job: of those of its tokens that run
-    logits = None
-    cuts = {0, lm.stack, *(job.resumed.layers for job in jobs if job.resumed is not None)}
-    for span in map(LayerSpan._make, pairwise(sorted(cuts))):
-        parts: dict[int, Segment] = {}
-        for i, job in enumerate(jobs):
-            done = job.resumed
-            if done is not None and done.layers == span.first:
-                states[i] = torch.cat([done.states, states[i]]) if i in states else done.states
-            part = job if done is None or done.layers <= span.first else job.fresh()
-            if part is not None:
-                parts[i] = part
-        if not parts:
-            continue
-        entering = torch.cat([states[i] for i in parts]) if span.first else None
-        ran = lm.part(span, list(parts.values()), entering, nodes if span.last == lm.stack else None)
-        pieces = ran.states.split([len(part.tokens) for part in parts.values()])
-        states = dict(zip(parts, pieces, strict=True))
-        logits = ran.logits
-    assert logits is not None, "every job runs in the last stage"
-    return logits

@@ -1,7 +1,7 @@
 """Attention of few queries, each with its own ancestors, over long prefixes of different lengths.
 
-The entries of a sequence are split among programs, which each make a part of the softmax; the last of them to arrive
-joins the parts. Heads that share a key head are further rows of its tile, so that no key is read twice for them.
+Programs share the entries of a sequence, and the last to arrive joins their parts of the softmax. Heads that share a
+key head are further rows of its tile, so that no key is read twice for them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -94,12 +94,7 @@ def plan(q: Tensor, keys: Tensor, jobs: int) -> AttentionTiles:
 
 
 def launch(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    seen: PassVisibility,
-    rule: KernelRule,
-    config: AttentionTiles | None = None,
+    q: Tensor, keys: Tensor, values: Tensor, seen: PassVisibility, rule: KernelRule, cut: AttentionTiles | None = None
 ) -> Tensor:
     """The kernel, with a cut of the caller's choice."""
     (tokens, heads, dim), kv_heads, jobs = q.shape, keys.shape[1], seen.jobs.shape[0]
@@ -110,7 +105,7 @@ def launch(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0 or jobs == 0:
         return out.zero_()
-    cut, q = config or plan(q, keys, jobs), q if q.stride(2) == 1 else q.contiguous()
+    cut, q = cut or plan(q, keys, jobs), q if q.stride(2) == 1 else q.contiguous()
     table, bits, positions = (part.contiguous() for part in seen)
     strides = [side.stride(i) for side in (q, keys, values) for i in (0, 1)]
     group, wide = heads // kv_heads, max(16, power(dim))

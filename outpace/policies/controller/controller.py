@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
-from outpace.core.policy import Policy
+from outpace.core.layout import Layout
+from outpace.core.policy import PassReport, Policy
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import OFF, ROOT, Budget, Signal, Tree
 from outpace.errors import UsageError
@@ -57,11 +59,13 @@ class Controller(Policy):
     _calibrator: AcceptanceModel = field(default_factory=AcceptanceModel, init=False, repr=False)
     _measured: Timing | None = field(default=None, init=False, repr=False)
     _worth: float | None = field(default=None, init=False, repr=False)  # the same, of all requests
-    _rows: int = field(default=1, init=False, repr=False)  # requests in the pass
+    _batch_size: int = field(default=1, init=False, repr=False)  # requests in the pass
     _rota: Backoff = field(default_factory=Backoff, init=False, repr=False)
     _bare: bool = field(default=False, init=False, repr=False)  # there was no guess in the last pass
     _probed: float = field(default=0.0, init=False, repr=False)  # seconds
-    _unseen: bool = field(default=False, init=False, repr=False)  # the draft model runs on without asking `proceed`
+    _unseen: bool = field(
+        default=False, init=False, repr=False
+    )  # the draft model runs on without asking `keep_drafting`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,17 +80,17 @@ class Controller(Policy):
         return self._measured
 
     @property
-    def looks(self) -> bool:
+    def watches_draft(self) -> bool:
         """A draft that is faster by itself may be: then its depth is decided before."""
         return False
 
     # Before drafting
 
-    def budgets(self, seqs: Seq[Sequence], rows: int) -> list[Budget]:
+    def budgets(self, seqs: Seq[Sequence], batch_size: int) -> list[Budget]:
         if self.costs is not None:
-            self._rows = rows
+            self._batch_size = batch_size
             self._rota.sample([seq.memory(self, RequestState).rest for seq in seqs if seq.drafter.model_source is None])
-        return super().budgets(seqs, rows)
+        return super().budgets(seqs, batch_size)
 
     def budget(self, seq: Sequence) -> Budget:
         if self.costs is None:
@@ -99,7 +103,7 @@ class Controller(Policy):
         base = super().budget(seq)
         if not base.depth:
             return base
-        nodes = max(LEAST_NODES, POOL // self._rows)
+        nodes = max(LEAST_NODES, POOL // self._batch_size)
         if source is not None:
             depth = max(base.depth, LEVELS) if self.depth is None else base.depth
             levels = self._levels(seq, state, source, depth)
@@ -111,9 +115,9 @@ class Controller(Policy):
             return OFF
         return Budget(base.depth, min(base.nodes, nodes), base.width, None if source is None else 0)
 
-    def rests(self, seq: Sequence) -> bool:
+    def idle(self, seq: Sequence) -> bool:
         if self.costs is None:
-            return super().rests(seq)
+            return super().idle(seq)
         state = seq.memory(self, RequestState)
         off = seq.drafter.model_source is None
         if state.unpaid and state.asked_at is not None:
@@ -122,7 +126,7 @@ class Controller(Policy):
 
     def _levels(self, seq: Sequence, state: RequestState, source: str, most: int) -> int:
         """How deep to ask the draft model: as deep as it goes if it pays, a little if it is time to try again."""
-        price, rows = self._meter.prices(self._rows, len(seq.tokens)), self._rows
+        price, rows = self._meter.prices(self._batch_size, len(seq.tokens)), self._batch_size
         plain, level = price(0), self._level(price)
         reach, tokens, best, deepest = 1.0, 1.0, 0.0, 0
         for depth in range(1, most + 1):
@@ -145,12 +149,12 @@ class Controller(Policy):
         state.wait, state.asked_at, state.probing = 2 * state.wait, len(seq.tokens), True
         return min(PROBE, most)
 
-    def proceed(self, seq: Sequence, signal: Signal, depth: int) -> bool:
+    def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         """Draft on while the next token is worth more per second than what there is so far."""
         source = seq.drafter.model_source
         if self.costs is None or source is None:
             return True
-        state, rows, self._unseen = seq.memory(self, RequestState), self._rows, False
+        state, rows, self._unseen = seq.memory(self, RequestState), self._batch_size, False
         seen = self._calibrator.chance(kind(source, signal.prob, depth))
         state.reach *= state.of(source).chance(seen)
         state.tokens += state.reach
@@ -161,18 +165,17 @@ class Controller(Policy):
 
     @property
     def _asking(self) -> float:
-        return self._rows * self._meter.asking.get(0.0)
+        return self._batch_size * self._meter.asking.get(0.0)
 
     def _level(self, price: Callable[[int], float]) -> float:
         return self._meter.level.get(GUESSED_LEVEL * price(0))
 
     # After drafting
 
-    def prune(self, seqs: Seq[Sequence], trees: Seq[Tree], budgets: Seq[Budget], rows: int) -> list[Tree]:
+    def select(self, seqs: Seq[Sequence], drafts: Seq[Any], budgets: Seq[Budget], batch_size: int) -> Seq[Layout]:
         if self.costs is None:
-            return super().prune(seqs, trees, budgets, rows)
-        meter = self._meter
-        meter.read()
+            return super().select(seqs, drafts, budgets, batch_size)
+        meter, rows, trees = self._meter, batch_size, drafts
         self._rota.begin()
         context = sum(len(seq.tokens) for seq in seqs) // len(seqs)
         found, whole = list(trees), len(seqs) == rows  # else there is more in the pass than is planned here
@@ -183,7 +186,7 @@ class Controller(Policy):
             else:
                 tree.decision = RESTING
         if not plans:
-            meter.start(PassTimer(seqs[0], 0, 0, rows * whole, self._bare and _overlaps(seqs[0])), rows, context)
+            meter.start(PassTimer(0, 0, rows * whole, self._bare and _overlaps(seqs[0])), rows, context)
             self._bare = True
             return found
         asked, levels = list(plans.values()), max(plan.levels for plan in plans.values())
@@ -194,7 +197,7 @@ class Controller(Policy):
         speedup = self._decide(offer, asked, len(asked) * meter.asking.get(0.0), levels)
         tokens = len(seqs) + sum(len(plan.kept) - 1 for plan in asked)
         known = not any(plan.fresh for plan in asked)
-        meter.start(PassTimer(seqs[0], len(asked) * known, levels * known, tokens * known * whole), rows, context)
+        meter.start(PassTimer(len(asked) * known, levels * known, tokens * known * whole), rows, context)
         for i, plan in plans.items():
             found[i] = plan.verified(speedup)
         self._bare = tokens == len(seqs)
@@ -256,6 +259,10 @@ class Controller(Policy):
         rests = [plan.seq.memory(self, RequestState).rest for plan in plans]
         longest = int((offer.rows * asking + exposed) / (IDLE * plain))
         self._rota.settle(rests, gains, offer.rows, exposed, longest)
+
+    def after_pass(self, report: PassReport) -> None:
+        if self.costs is not None:
+            self._meter.read(report)
 
     def observe(self, seq: Sequence, step: Step) -> None:
         if self.costs is not None:

@@ -118,12 +118,11 @@ def of(lm: LM, name: str = "") -> Costs:
 
 
 def identity(lm: LM, name: str = "") -> dict[str, str]:
-    """What costs depend on; an LM may say more of itself in an attribute `fingerprint`."""
-    kind = f"{type(lm).__name__}, vocabulary {lm.vocab}, context {lm.context}"
+    """What costs depend on."""
+    kind = lm.identity or f"{type(lm).__name__}, vocabulary {lm.vocab}, length {lm.max_length}"
     device = torch.device(getattr(lm, "device", "cpu"))
     return {
-        "model": f"{name}, {getattr(lm, 'fingerprint', kind)}",
-        "dtype": str(getattr(getattr(lm, "model", None), "dtype", "")),
+        "model": f"{name}, {kind}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
@@ -175,7 +174,7 @@ def _timed(
 ) -> dict[int, float]:
     """Tokens of the whole pass -> median seconds, for chains of each of these sizes in every row."""
     samples: dict[int, list[float]] = {}
-    able = [size for size in sizes if size < lm.context // 4] if rows else []
+    able = [size for size in sizes if size < lm.max_length // 4] if rows else []
     for turn in range(rounds):
         for i, size in enumerate(able):
             if clock.left() <= 0 and (turn or i >= least):
@@ -197,7 +196,7 @@ def _pass(lm: LM, rows: list[int], size: int, clock: Clock) -> float:
     trees = [Tree.chain([(5 * i + 3) % lm.vocab for i in range(size)]) for _ in rows]
     start = clock.now()
     for found in lm.score(trees, rows, picks=[Pick(0, 0.0)] * len(rows)):  # as a greedy request does
-        _ = found.logits.max(-1).indices.tolist() if found.chosen is None else list(found.chosen.tokens)  # waits
+        _ = found.logits.all().max(-1).indices.tolist() if found.picked is None else list(found.picked.tokens)  # waits
     lm.keep([[0] for _ in rows], rows)
     return clock.now() - start
 
@@ -205,7 +204,7 @@ def _pass(lm: LM, rows: list[int], size: int, clock: Clock) -> float:
 def _context(lm: LM, alone: Costs, clock: Clock) -> tuple[float, float]:
     """Seconds that a token of context adds to a pass, and to every further token in it; 0 if it takes too long."""
     for length in (LONG, LONG // 4, LONG // 8):
-        if length < lm.context // 2 and length / 64 * alone.seconds(64) < clock.left():
+        if length < lm.max_length // 2 and length / 64 * alone.seconds(64) < clock.left():
             with _rows(lm, 1, SHORT) as short, _rows(lm, 1, length) as long:
                 more = {size: _further(lm, short, long, size, clock) / (length - SHORT) for size in (1, FEW)}
             return more[1], max(0.0, more[FEW] - more[1]) / (FEW - 1)
@@ -221,12 +220,12 @@ def _further(lm: LM, short: list[int], long: list[int], size: int, clock: Clock)
 @contextmanager
 def _rows(lm: LM, count: int, context: int) -> Iterator[list[int]]:
     """Rows that hold a prompt of this length."""
-    prompts = [[(7 * i + 11 * row) % lm.vocab for i in range(min(context, lm.context // 2))] for row in range(count)]
+    prompts = [[(7 * i + 11 * row) % lm.vocab for i in range(min(context, lm.max_length // 2))] for row in range(count)]
     rows: list[int] = []
     try:
         for prompt in prompts:
             rows.append(lm.acquire(prompt))
-        lm.sync(prompts, rows)
+        lm.feed(prompts, rows)
         yield rows
     finally:
         for row in rows:

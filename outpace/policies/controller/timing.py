@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outpace.core.sequence import Sequence
+from outpace.core.policy import PassReport
 from outpace.policies.controller.costs import Costs
 
 SIZES = 10  # of passes: 1, 2, up to 4, 8, 16 ... tokens
@@ -36,26 +36,13 @@ class RecentMedian:
 
 @dataclass
 class PassTimer:
-    """A pass that is under way: on whose clock it will show, and what was expected of it."""
+    """A pass that is under way, and what was expected of it."""
 
-    seq: Sequence
-    asked: int  # rows whose drafter was asked
+    asked: int  # sequences whose drafter was asked
     levels: int  # of a draft model
     tokens: int  # in the pass; 0: there is more in it than was planned
     ahead: bool = False  # it began before the pass before it was read
     expected: float = 0.0  # seconds of the pass itself
-    passes: int = field(init=False)
-    before: tuple[float, float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.passes, self.before = self.seq.stats.passes, self.clock
-
-    @property
-    def clock(self) -> tuple[float, float]:
-        """Seconds that the request spent in passes, and on guessing."""
-        seconds = self.seq.stats.seconds
-        guessing = seconds.get("draft", 0.0)
-        return sum(seconds.values()) - guessing - seconds.get("prefill", 0.0), guessing
 
 
 class TimingCorrection:
@@ -100,7 +87,7 @@ class Timing:
     drift: TimingCorrection = field(default_factory=TimingCorrection)
     hidden: RecentMedian = field(default_factory=lambda: RecentMedian(17))  # the same of passes that began ahead
     elapsed: float = 0.0
-    watch: PassTimer | None = None
+    timer: PassTimer | None = None
 
     def prices(self, rows: int, context: int) -> Callable[[int], float]:
         """Seconds of a pass that `rows` requests share, by the number of guesses in it."""
@@ -114,24 +101,25 @@ class Timing:
         usual = self.drift.ratios()[size(rows)]
         return max(0.0, plain * (1 - self.hidden.get((1 - EXPOSED) * usual) / usual))
 
-    def start(self, watch: PassTimer, rows: int, context: int) -> None:
+    def start(self, timer: PassTimer, batch_size: int, context: int) -> None:
         """A pass begins."""
-        if watch.tokens:
-            watch.expected = self.costs.seconds(watch.tokens, rows, context)
-        self.watch = watch
+        if timer.tokens:
+            timer.expected = self.costs.seconds(timer.tokens, batch_size, context)
+        self.timer = timer
 
-    def read(self) -> None:
-        """The pass before is over: learn from what it took."""
-        watch, self.watch = self.watch, None
-        if watch is None or watch.seq.stats.passes != watch.passes + 1:
+    def read(self, report: PassReport) -> None:
+        """Learn from what the pass that was under way took."""
+        timer, self.timer = self.timer, None
+        if timer is None:
             return
-        passing, guessing = (after - before for after, before in zip(watch.clock, watch.before, strict=True))
-        self.elapsed += guessing + passing
-        if watch.levels:
-            self.level.add(max(0.0, guessing - watch.asked * self.asking.get(0.0)) / watch.levels)
-        elif watch.asked:
-            self.asking.add(guessing / watch.asked)
-        if watch.tokens and watch.ahead:
-            self.hidden.add(passing / watch.expected)
-        elif watch.tokens:
-            self.drift.add(watch.tokens, passing / watch.expected)
+        drafting = report.seconds.get("draft", 0.0)
+        passing = sum(report.seconds.values()) - drafting - report.seconds.get("prefill", 0.0)
+        self.elapsed += drafting + passing
+        if timer.levels:
+            self.level.add(max(0.0, drafting - timer.asked * self.asking.get(0.0)) / timer.levels)
+        elif timer.asked:
+            self.asking.add(drafting / timer.asked)
+        if timer.tokens and timer.ahead:
+            self.hidden.add(passing / timer.expected)
+        elif timer.tokens:
+            self.drift.add(timer.tokens, passing / timer.expected)

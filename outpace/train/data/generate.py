@@ -139,7 +139,7 @@ class _Run:
     def encode(self, prompt: Prompt, answers: Seq[str] = ()) -> list[int] | None:
         """Tokens of what is asked next; None if those are too many."""
         tokens = tasks.encode(prompt, self.model, answers)
-        return tokens if len(tokens) <= min(self.settings.longest_prompt, self.model.lm.context - 1) else None
+        return tokens if len(tokens) <= min(self.settings.longest_prompt, self.model.lm.max_length - 1) else None
 
     def generate(self, asked: Seq[EncodedPrompt], given: dict[str, Any]) -> Iterator[tuple[EncodedPrompt, Completion]]:
         """Completions in the order in which they end."""
@@ -243,7 +243,7 @@ def _own(
     """Prompts of the model's own; those that are of no use are noted in the file."""
     how = run.settings.writing
     sampled = {"temperature": how.temperature, "top_p": how.top_p, "max_tokens": how.max_tokens}
-    given = {"method": run.settings.method, "stop_tokens": start.stop_tokens, "stop": start.stop, **sampled}
+    given = {"method": run.settings.method, "stop_token_ids": start.stop_token_ids, "stop": start.stop, **sampled}
     drawn = run.generate([EncodedPrompt(f"{name}/prompt", start.tokens) for name in names], given)
     written = {ask.id.removesuffix("/prompt"): found for ask, found in drawn}
     system = ({"role": "system", "content": how.system},) if how.system else ()
@@ -296,14 +296,14 @@ def _check(model: Model, settings: GenerationSettings) -> None:
 
 
 def _header(model: Model, settings: GenerationSettings) -> dict[str, Any]:
-    ends = model.lm.ends
+    ends = model.lm.embeddings
     weights = None if ends is None else ends.fingerprint
     return {"model": {"name": model.name, "vocab": model.lm.vocab, "weights": weights}, "settings": settings.law}
 
 
 def _stream(model: Model, requests: list[Request], rows: int) -> Stream:
-    usual, model.max_rows = model.max_rows, rows
+    usual, model.max_batch = model.max_batch, rows
     try:
         return model.stream(requests)
     finally:
-        model.max_rows = usual
+        model.max_batch = usual

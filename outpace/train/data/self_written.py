@@ -15,7 +15,7 @@ class ChatOpening(NamedTuple):
     """A conversation before its first word, and how one knows that the user has finished."""
 
     tokens: list[int]
-    stop_tokens: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
     special: frozenset[int]  # tokens that no user writes
 

@@ -15,8 +15,8 @@ from outpace.api.model import Model
 from outpace.errors import UsageError, unknown
 from outpace.heads import store
 from outpace.heads.base import ChainStepOutput, Head
+from outpace.heads.torch_compile import compile_modules
 from outpace.models.hf.module import decoder_layers
-from outpace.models.hf.torch_compile import compile_modules
 from outpace.train.data.batches import Batch
 from outpace.train.data.records import TextRecord
 from outpace.train.losses import LOSSES, Loss, LossResult, StepLogits

@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from outpace import registry
 from outpace.api.load import load, wrap
 from outpace.api.model import Model
+from outpace.core.lm import layers_of
 from outpace.cross_tokenizer.by_tokens import NamedModel, translated
 from outpace.drafting.layer_search import LayerProbe, ProbeText, parse, without
 from outpace.errors import UnsupportedModel, UsageError
+from outpace.heads.torch_compile import compile_modules
 from outpace.models.hf import checkpoint
 from outpace.models.hf.module import decoder_layers, twin
-from outpace.models.hf.torch_compile import compile_modules
 from outpace.train.data.batches import Batch
 from outpace.train.data.records import TextRecord
 from outpace.train.losses import LossResult, StepLogits, alpha
@@ -47,7 +48,7 @@ class TrainedModel:
         self.trained: PreTrainedModel = own.to(torch.promote_types(own.dtype, torch.float32))
         self.computing = computing(self.target.device, self.trained.dtype, settings.bf16)
         # It runs on the tensors that are trained, so it always serves what they are.
-        self.served = wrap(self.trained, model.tokenizer, name=model.name, eager=True)
+        self.served = wrap(self.trained, model.tokenizer, name=model.name, compile=False)
         self.fit = twin(self.trained)
         decoder, name = decoder_layers(self.fit)
         compile_modules(getattr(decoder, name), self.target.device)
@@ -161,15 +162,15 @@ def _student(settings: TrainingSettings, model: Model, records: Seq[TextRecord])
     target = module_of(model.lm)
     if settings.draft:
         device = target.get_input_embeddings().weight.device
-        student = load(settings.draft, dtype=torch.float32, device=device, eager=True)
+        student = load(settings.draft, dtype=torch.float32, device=device, compile=False)
         sides = (NamedModel(m.lm, m.tokenizer, m.name) for m in (model, student))
         if translated(*sides) is not student.lm:
             raise UsageError(f"{settings.draft} has another tokenizer than {model.name}, whose law it is to learn")
         return module_of(student.lm)
     if settings.keep:
         return checkpoint.part_of(target, sorted(set(parse(settings.keep))))
-    if settings.remove >= model.lm.stack:
-        raise UsageError(f"remove={settings.remove} leaves no layer: {model.name} has {model.lm.stack}")
+    if settings.remove >= layers_of(model.lm).count:
+        raise UsageError(f"remove={settings.remove} leaves no layer: {model.name} has {layers_of(model.lm).count}")
     texts = [ProbeText(record.tokens[:LONGEST].tolist()) for record in records[:SAMPLES]]
     gone = LayerProbe(model.lm, texts).block(settings.remove)
-    return checkpoint.part_of(target, without(model.lm.stack, gone))
+    return checkpoint.part_of(target, without(layers_of(model.lm).count, gone))

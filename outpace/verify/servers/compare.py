@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outpace.core.sequence import first_difference
+from outpace.text import first_difference
 from outpace.verify.judge import SAFETY
 from outpace.verify.records import Check, Divergence, verdict_of
 from outpace.verify.servers.reply import Reply, Token

@@ -191,7 +191,7 @@ class Expected:
 
     @property
     def _stops(self) -> list[int]:
-        return sorted(self.local.model.stop_tokens)
+        return sorted(self.local.model.stop_token_ids)
 
     def _read(self, reply: Reply) -> list[int]:
         """Its tokens, and the first stop token for whichever ended it: a server does not say which one."""

@@ -69,7 +69,7 @@ class LocalJudge:
 
     def with_end(self, reading: AnswerReading, reply: Reply) -> AnswerReading:
         """With the stop token that ended the answer, which most servers do not show."""
-        stops = sorted(self.model.stop_tokens)
+        stops = sorted(self.model.stop_token_ids)
         if reply.finish_reason != "stop" or not stops or (reading.tokens and reading.tokens[-1] in stops):
             return reading
         logits = self.judge.reference.native(reading.prompt + reading.tokens, 1)[0]

@@ -1,41 +1,40 @@
-"""Captured: a pass of one size as a CUDA graph, and the memory through which the host talks to it."""
+"""A pass of one size as a CUDA graph, and the memory through which the host talks to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Picked
 from outpace.models.compiled import packing
-from outpace.models.compiled.capture import Replay
 from outpace.models.hf.stages import LayerSpan
 from outpace.models.segment import Segment
 from outpace.sampling.sampler import MinP, Pick, TopK, TopP
 
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, rounded up
-SLOTS = (2, 4, 8, 16, 32, 64)  # requests of a pass, rounded up
+BATCHES = (2, 4, 8, 16, 32, 64)  # segments of a pass, rounded up
 # Of a token: id, position, entry, bits; words of noise, temperature; top_k, top_p, min_p.
-NOISE, HEAT, LIMITS = (
-    slice(3 + packing.WORDS, 5 + packing.WORDS),
-    5 + packing.WORDS,
-    slice(6 + packing.WORDS, 9 + packing.WORDS),
-)
+NOISE, TEMPERATURE = slice(3 + packing.WORDS, 5 + packing.WORDS), 5 + packing.WORDS
+LIMITS = slice(6 + packing.WORDS, 9 + packing.WORDS)
 COLUMNS = LIMITS.stop
 FOUND = 4  # numbers of a choice: token, largest logit, probability, whether it is sure
 BUFFERS = 2  # that the host writes in turns
 
 
+def rounded(count: int, sizes: Seq[int]) -> int:
+    """The smallest of these sizes that holds `count`."""
+    return next(size for size in sizes if size >= count)
+
+
 class GraphKey(NamedTuple):
-    """What a graph is made for."""
+    """What a graph is captured for."""
 
     tokens: int
-    slots: int
+    batch: int
     taps: tuple[int, ...] = ()
     span: LayerSpan | None = None  # of layers; None: all of them
     heads: bool = True  # whether logits are wanted
@@ -43,14 +42,14 @@ class GraphKey(NamedTuple):
     turn: int = 0  # of two graphs: one runs while what the other left is read
 
     @classmethod
-    def of(cls, jobs: Seq[Segment], taps: tuple[int, ...] = ()) -> GraphKey:
-        tokens = sum(len(job.tokens) for job in jobs)
-        size = cls(next(n for n in SIZES if n >= tokens), next(n for n in SLOTS if n >= len(jobs)), taps)
-        return size._replace(filtered=any(limits(job.pick) is not None for job in jobs))
+    def of_pass(cls, segments: Seq[Segment], taps: tuple[int, ...] = ()) -> GraphKey:
+        tokens = sum(len(segment.tokens) for segment in segments)
+        key = cls(rounded(tokens, SIZES), rounded(len(segments), BATCHES), taps)
+        return key._replace(filtered=any(limits(segment.pick) is not None for segment in segments))
 
 
 def limits(pick: Pick | None) -> list[float] | None:
-    """What the graph is told of its filters; None: nothing, because it has none, or some that a graph has not."""
+    """What the graph is told of a pick's filters; None: it has none, or some that a graph has not."""
     found = [0.0, 0.0, 0.0]
     for keep in pick.filters if pick is not None else ():
         match keep:
@@ -94,7 +93,7 @@ class Staging:
         self.given.copy_(self._buffers[self._turn], non_blocking=True)
 
     def sent(self) -> None:
-        """Behind `send`, when the device has something to do: this asks for the stream, which takes a while."""
+        """Called after `send`, when the device has something to do: this asks for the stream, which takes a while."""
         self._read[self._turn].record()
 
 
@@ -104,9 +103,9 @@ class CapturedPass:
 
     replay: Replay[GraphOutputs]
     staging: Staging
-    entering: Tensor | None  # [tokens, hidden]: states that enter, behind the first layer or beside the tokens
+    entering: Tensor | None  # [tokens, hidden]: states that enter, after the first layer or beside the tokens
     read: Tensor  # [FOUND, tokens]: the choices on the host, pinned
-    size: GraphKey
+    key: GraphKey
 
     def launch(self) -> None:
         """Run it with what was staged."""
@@ -114,56 +113,40 @@ class CapturedPass:
         self.staging.sent()
 
     @property
-    def left(self) -> GraphOutputs:
+    def outputs(self) -> GraphOutputs:
         return self.replay.left
 
     @property
     def ids(self) -> Tensor:  # [tokens]
-        return self.staging.given[: self.size.tokens]
+        return self.staging.given[: self.key.tokens]
 
 
-class PickBuffer:
-    """The choices of a pass that is under way."""
-
-    def __init__(self, captured: CapturedPass, count: int):
-        self._done, self._read = torch.cuda.Event(), captured.read[:, :count]
-        self._done.record()
-
-    def wait(self) -> None:
-        self._done.synchronize()
-
-    @cached_property
-    def rows(self) -> list[list[float]]:  # [FOUND][tokens]
-        self.wait()
-        return self._read.tolist()
+T = TypeVar("T")
 
 
-class PendingPicks(Picked):
-    """A job's part of them: whoever reads it waits, and until then the host has time for other things."""
+@dataclass(frozen=True)
+class Replay(Generic[T]):
+    """A CUDA graph, and the function that it was captured from, which holds the tensors that the graph reads."""
 
-    def __init__(self, coming: PickBuffer, part: slice, again: Callable[[], Picked]):
-        self._coming, self._part, self._again = coming, part, again
+    graph: torch.cuda.CUDAGraph
+    function: Callable[[], T]
+    left: T  # what the function returned, in the graph's memory
 
-    def wait(self) -> None:
-        self._coming.wait()
+    def __call__(self) -> T:
+        self.graph.replay()
+        return self.left
 
-    @property
-    def fed(self) -> list[int]:
-        return [int(token) for token in self._coming.rows[0][self._part]]
 
-    @cached_property
-    def _unsure(self) -> Picked | None:
-        """The choices made anew, where more tokens may be left by the filters than the device has looked at."""
-        return None if all(self._coming.rows[3][self._part]) else self._again()
-
-    @property
-    def tokens(self) -> Seq[int]:  # type: ignore[override]
-        return self.fed if self._unsure is None else self._unsure.tokens
-
-    @property
-    def best(self) -> list[float]:  # type: ignore[override]
-        return self._coming.rows[1][self._part]
-
-    @property
-    def probs(self) -> list[float]:  # type: ignore[override]
-        return self._coming.rows[2][self._part] if self._unsure is None else self._unsure.probs
+@torch.no_grad()
+def capture(function: Callable[[], T], memory: Any) -> Replay[T]:
+    """A graph of what a function launches, in a pool of memory that graphs share."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compile, and let libraries set themselves up
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        left = function()
+    return Replay(graph, function, left)

@@ -1,0 +1,21 @@
+"""LoadOptions: how a model is loaded, as every loader gets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What a user chose; None leaves the choice to the loader."""
+
+    dtype: str | torch.dtype | None = None
+    device: str | torch.device | None = None
+    kv_cache_bytes: int | None = None
+    bitwise: bool | None = None
+    compile: bool | None = None
+    quantize: str | None = None

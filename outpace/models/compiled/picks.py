@@ -1,0 +1,131 @@
+"""Picks of a captured pass: read from the device when they are needed, made anew where the device was not sure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from outpace.core.lm import Picked
+from outpace.models.compiled.graph_pass import CapturedPass, limits
+from outpace.models.hf.lm import TransformersLM
+from outpace.models.segment import Segment, SegmentOutput
+from outpace.sampling.noise import words
+from outpace.sampling.noise_rule import GUMBEL
+from outpace.sampling.sampler import Pick
+
+FOLLOW, MOST_UNSURE = 0.1, 0.3  # weight of the newest pass in an average; share of passes that may be in vain
+
+
+class PickBuffer:
+    """The choices of a pass that is under way."""
+
+    def __init__(self, captured: CapturedPass, count: int):
+        self._done, self._read = torch.cuda.Event(), captured.read[:, :count]
+        self._done.record()
+
+    def wait(self) -> None:
+        self._done.synchronize()
+
+    @cached_property
+    def numbers(self) -> list[list[float]]:  # [FOUND][tokens]
+        self.wait()
+        return self._read.tolist()
+
+
+class PendingPicks(Picked):
+    """One segment's part of them. Reading it waits; until then the host has time for other things."""
+
+    def __init__(self, buffer: PickBuffer, part: slice, again: Callable[[], Picked]):
+        self._buffer, self._part, self._again = buffer, part, again
+
+    def wait(self) -> None:
+        self._buffer.wait()
+
+    @property
+    def device_tokens(self) -> list[int]:
+        return [int(token) for token in self._buffer.numbers[0][self._part]]
+
+    @cached_property
+    def _corrected(self) -> Picked | None:
+        """The choices made anew, where the filters may keep more tokens than the device has looked at."""
+        return None if all(self._buffer.numbers[3][self._part]) else self._again()
+
+    @property
+    def tokens(self) -> Seq[int]:  # type: ignore[override]
+        return self.device_tokens if self._corrected is None else self._corrected.tokens
+
+    @property
+    def best(self) -> list[float]:  # type: ignore[override]
+        return self._buffer.numbers[1][self._part]
+
+    @property
+    def probs(self) -> list[float]:  # type: ignore[override]
+        return self._buffer.numbers[2][self._part] if self._corrected is None else self._corrected.probs
+
+
+@dataclass
+class RunAheadGate:
+    """Closes where the device is often not sure: each corrected choice makes a pass that began ahead a vain one."""
+
+    share: float = 0.0  # of the last passes that the host corrected
+    unsure: bool = False  # whether it corrected the pass before
+
+    def is_open(self) -> bool:
+        """Whether the next pass should begin ahead; asked once a pass."""
+        self.share += FOLLOW * (self.unsure - self.share)
+        self.unsure = False
+        return self.share < MOST_UNSURE
+
+
+class PickReader:
+    """Turns what a captured pass left in its memory into outputs, and counts how often the device was not sure."""
+
+    def __init__(self, lm: TransformersLM):
+        self.lm = lm
+        self.gate = RunAheadGate()
+
+    def outputs(self, captured: CapturedPass, segments: Seq[Segment]) -> list[SegmentOutput]:
+        buffer = PickBuffer(captured, sum(len(segment.tokens) for segment in segments))
+        outputs, at = [], 0
+        for segment in segments:
+            first, end = at + len(segment.pending), at + len(segment.tokens)
+            hidden = {tap: states[at:end].clone() for tap, states in captured.outputs.recorded.items()}
+            assert captured.outputs.logits is not None
+            logits = captured.outputs.logits[first:end]
+            outputs.append(SegmentOutput(logits, hidden, self._picked(buffer, slice(first, end), logits, segment)))
+            at = end
+        return outputs
+
+    def _picked(self, buffer: PickBuffer, part: slice, logits: Tensor, segment: Segment) -> Picked | None:
+        pick = segment.pick
+        if pick is None or (pick.temperature and pick.rule != GUMBEL):
+            return None  # the host chooses: kernels know no other rule
+        again = partial(self._again, logits, segment, pick)
+        by_graph = not pick.filters or limits(pick) is not None
+        return PendingPicks(buffer, part, again) if by_graph else self._filtered(logits, segment, pick)
+
+    def _again(self, logits: Tensor, segment: Segment, pick: Pick) -> Picked:
+        self.gate.unsure = True
+        return self._filtered(logits, segment, pick)
+
+    def _filtered(self, logits: Tensor, segment: Segment, pick: Pick) -> Picked:
+        """Choices among what the filters keep, where a graph cannot make them: they sort, or may keep many tokens."""
+        best = logits.amax(-1)
+        kept = logits.float() / pick.temperature
+        for keep in pick.filters:
+            kept = keep(kept)
+        positions = torch.tensor(segment.positions[len(segment.pending) :], device=self.lm.device)
+        noise = words(pick.seed, positions + self.lm.before + 1)
+        tokens, _, probs, _ = torch.ops.outpace.choose(kept, noise, torch.ones_like(best, dtype=torch.float32)).tolist()
+        return Picked([int(token) for token in tokens], best.tolist(), probs, on_device=False)
+
+
+def settled(output: SegmentOutput) -> SegmentOutput:
+    """The same output, waited for, in memory that the next pass does not write to."""
+    logits, picked = output.logits, output.picked
+    picked = picked and Picked(picked.tokens, picked.best, picked.probs)
+    return SegmentOutput(logits.clone() if isinstance(logits, Tensor) else logits, output.hidden, picked)

@@ -1,0 +1,221 @@
+"""CompiledRunner: what compiled passes on a CPU and graphs on a GPU have in common.
+
+Both run a view of the model whose layers are compiled, on a pool of keys and values. What the compiled layers give is
+compared with eager passes before they are used: a model that does not agree, or cannot be compiled, stays eager.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence as Seq
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outpace.core.lm import DraftShape, DraftToken, RunAhead, SelfDraft
+from outpace.core.tree import Tree
+from outpace.models.compiled import packing
+from outpace.models.compiled.bf16_copies import Bf16Copies
+from outpace.models.compiled.draft_tree import DraftTrees
+from outpace.models.compiled.layers import compile_layers
+from outpace.models.compiled.packing import CompiledAttention
+from outpace.models.hf.attention import NAME
+from outpace.models.hf.cache import CacheShape, PooledCache
+from outpace.models.hf.eager import Stages
+from outpace.models.hf.head_lm import HeadLM
+from outpace.models.hf.lm import TransformersLM
+from outpace.models.hf.module import view
+from outpace.models.hf.stages import LayerSpan, StageOutputs
+from outpace.models.hf.tolerance import apart, tolerance
+from outpace.models.segment import Segment, SegmentOutput
+from outpace.models.slots import CHUNK
+from outpace.sampling.sampler import Pick
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Forward = Callable[[Seq[Segment], tuple[int, ...]], list[SegmentOutput]]
+
+
+class CompiledRunner(ABC):
+    """Compiled passes of a model, and eager ones where a pass cannot be compiled."""
+
+    kind = "compiled"
+    asynchronous = False
+    chunk = CHUNK
+    run_ahead: RunAhead | None = None
+    graph_memory: Any = None  # of captured passes, where there are any
+    most_tokens: int  # in a compiled pass; 0: they were given up
+    prompts: ClassVar[bool] = False  # whether parts of a prompt run compiled
+
+    def __init__(self, lm: TransformersLM, copies: Bf16Copies | None = None):
+        self.lm = lm
+        ((heads, dim, dtype),) = lm.cache.kinds
+        self.cache = PooledCache(CacheShape(len(lm.windows), heads, dim, dtype), lm.device, lm.cache.limit)
+        self.cache.kinds = lm.cache.kinds
+        self.module = view(lm.model, lm.indices)
+        self.module.config._attn_implementation = NAME
+        self.stages = Stages(self.module)
+        self.copies = copies or Bf16Copies()
+        if lm.device.type == "cpu":
+            self.copies.shorten(self.module)
+        self.compile_seconds = 0.0
+        self.layer_kinds = compile_layers(self.module, lm.windows)
+        self.drafts: SelfDraft = self
+        self._trees = DraftTrees(self)
+
+    @classmethod
+    def install(cls, lm: TransformersLM, copies: Bf16Copies | None = None) -> Self | None:
+        """Let this model run compiled passes; None, and it stays as it is, where it cannot."""
+        eager, cache = lm.runner, lm.cache
+        problem = "its layers have caches of different shapes" if len(cache.kinds) != 1 else cls.problem(lm)
+        if problem is None:
+            runner = cls(lm, copies)
+            lm.cache = runner.cache
+            start = time.perf_counter()
+            problem = runner.tried()
+            if problem is not None and any(kind.kept for kind in runner.layer_kinds):
+                for kind in runner.layer_kinds:
+                    kind.forget()
+                problem = runner.tried()
+            if not all(kind.kept for kind in runner.layer_kinds):
+                runner.compile_seconds = time.perf_counter() - start
+            if problem is None:
+                lm.runner = runner  # type: ignore[assignment]
+                return runner
+        lm.runner, lm.cache = eager, cache
+        logger.info("%s runs eagerly: %s", type(lm.model).__name__, problem)
+        return None
+
+    @classmethod
+    @abstractmethod
+    def problem(cls, lm: TransformersLM) -> str | None:
+        """Why a model cannot have compiled passes, as far as that can be seen without compiling."""
+
+    @abstractmethod
+    def compiled_pass(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        """Run one compiled pass of all layers."""
+
+    @abstractmethod
+    def compiled_span(
+        self, span: LayerSpan, segments: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
+    ) -> StageOutputs:
+        """Run one compiled pass of some layers."""
+
+    @property
+    def extra_bytes(self) -> int:
+        return self.copies.bytes
+
+    def tried(self) -> str | None:
+        """Why compiled passes cannot be used. Whatever the compiler stumbles over, the eager passes are there."""
+        try:
+            return self.check()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return reason(error)
+
+    @torch.no_grad()
+    def check(self) -> str | None:
+        """Compile, and compare with eager passes on trees after short texts; None when all is well.
+
+        Alone and three together: a size that the compiler took for a constant is another one in the second pass.
+        """
+        for count in (1, 3):
+            eager, compiled = (self._probe(forward, count) for forward in (self.lm.eager.forward, self.compiled_pass))
+            off = apart(compiled, eager)
+            if off > tolerance(self.lm.model.dtype):
+                return f"compiled layers are off by {off:.3f}"
+        return None
+
+    def _probe(self, forward: Forward, count: int) -> Tensor:  # [nodes, vocab]
+        lm = self.lm
+        tokens = [(11 + 7 * i) % lm.vocab for i in range(8)]
+        segments = []
+        for i in range(count):
+            tree = Tree.chain(tokens[4:])
+            for node in range(3 - i):
+                tree.add(node, (tokens[node] + 1) % lm.vocab)
+            segments.append(Segment(lm.acquire([]), 0, tokens[i:4], tree))
+        lm.reserve(segments)
+        logits = [output.logits.clone() for output in forward(segments, ()) if isinstance(output.logits, Tensor)]
+        for segment in segments:
+            lm.release(segment.slot)
+        lm.clear()
+        return torch.cat(logits)
+
+    def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        found = self.attempt(segments, lambda: self.compiled_pass(segments, taps))
+        return self.lm.eager.forward(segments, taps) if found is None else found
+
+    def span(
+        self, span: LayerSpan, segments: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
+    ) -> StageOutputs:
+        found = self.attempt(segments, lambda: self.compiled_span(span, segments, entering, nodes))
+        return self.lm.eager.span(span, segments, entering, nodes) if found is None else found
+
+    def attempt(self, segments: Seq[Segment], run: Callable[[], T]) -> T | None:
+        """What a compiled pass gives; None where there is none for these segments."""
+        prompts = any(segment.layout is None for segment in segments)
+        if (prompts and not self.prompts) or not packing.fits(segments, self.lm.windows, self.most_tokens):
+            return None
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a size that the compiler cannot do: what it wrote, the eager pass overwrites
+            logger.warning("%s runs eagerly from now on: %s", type(self.lm.model).__name__, reason(error))
+            self.most_tokens = 0
+            return None
+
+    def attention(
+        self, where: Tensor, segments: Tensor, bits: Tensor, positions: Tensor
+    ) -> tuple[CompiledAttention, ...]:
+        """What each layer of a pass attends to."""
+        sides = zip(self.cache.sides, self.lm.windows, strict=True)
+        return tuple(
+            CompiledAttention(keys, values, where, segments, bits, positions, window or 0)
+            for (keys, values), window in sides
+        )
+
+    def given(self, positions: Tensor, plan: tuple[CompiledAttention, ...]) -> dict[str, Any]:
+        """All that the module is given besides the tokens of a pass."""
+        return dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, attention_plan=plan)
+
+    def draft(
+        self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
+    ) -> list[list[DraftToken]] | None:
+        """Trees, where nothing is sampled."""
+        if any(pick.temperature for pick in picks) or not self._trees.fit(shapes):
+            return None
+        self._trees.reserve(slots, shapes)  # a full cache is no reason to give up compiled passes
+        segments = [Segment(slot, self.lm.slots[slot].length, [], Tree([0])) for slot in slots]
+        return self.attempt(segments, lambda: self._trees.grow(slots, tokens, shapes))
+
+    def forget(self, slot: int) -> None:  # noqa: B027 (nothing is begun ahead, unless a subclass does)
+        """The slot is about to hold another text."""
+
+    def weights_changed(self) -> None:
+        if self.most_tokens and self.copies.stale(self.lm.view):
+            name = type(self.lm.model).__name__
+            logger.warning("%s runs eagerly from now on: it has copies of weights that changed", name)
+            self.most_tokens = 0
+
+    def runs_like_this(self, part: TransformersLM) -> None:
+        type(self).install(part, self.copies)
+
+    def attach(self, head: PreTrainedModel) -> TransformersLM:
+        lm = HeadLM.of_head(head)
+        type(self).install(lm)
+        return lm
+
+    def ready(self, head: Any) -> Any:
+        return head
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error: a compiler says more."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

@@ -1,0 +1,160 @@
+"""Eager passes: the layers of a Transformers model as they are, all segments packed into one sequence.
+
+A runner says how passes of a model run; `TransformersLM` has one. The others fall back to this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outpace.core.lm import RunAhead, SelfDraft
+from outpace.errors import UnsupportedModel
+from outpace.models.hf.attention import NAME, EagerAttention
+from outpace.models.hf.module import recording
+from outpace.models.hf.stages import LayerSpan, Stage, StageOutputs
+from outpace.models.segment import Segment, SegmentOutput, joined
+from outpace.models.slots import CHUNK
+
+if TYPE_CHECKING:
+    from outpace.models.hf.lm import TransformersLM
+
+
+class Runner(Protocol):
+    """How passes of a Transformers model run."""
+
+    kind: str  # for the identity of the model
+    asynchronous: bool
+    chunk: int  # tokens of a prompt in one pass
+    extra_bytes: int  # of copies of weights
+    drafts: SelfDraft | None
+    run_ahead: RunAhead | None
+
+    def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        """Run one pass of all layers."""
+
+    def span(
+        self, span: LayerSpan, segments: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
+    ) -> StageOutputs:
+        """Run one pass of some layers, on `entering` if they are not the first."""  # [tokens, hidden], places
+
+    def forget(self, slot: int) -> None:
+        """The slot is about to hold another text."""
+
+    def weights_changed(self) -> None:
+        """The weights have changed, in place."""
+
+    def runs_like_this(self, part: TransformersLM) -> None:
+        """Make a slice of the model run as this one does."""
+
+    def attach(self, head: PreTrainedModel) -> TransformersLM:
+        """A head that is asked token by token, as a model that runs as this one does."""
+
+    def ready(self, head: Any) -> Any:
+        """A head that drafts several tokens at once, as it runs fastest beside this model."""
+
+
+class EagerRunner:
+    """Passes through the model's own code, with our attention and our cache."""
+
+    kind = "eager"
+    asynchronous = False
+    chunk = CHUNK
+    extra_bytes = 0
+    drafts: SelfDraft | None = None
+    run_ahead: RunAhead | None = None
+
+    def __init__(self, lm: TransformersLM, alone: bool = False):
+        self.lm = lm
+        self.alone = alone  # each query by itself, over its own path: the same arithmetic in every pass
+        self.module = lm.view
+        self.module.config._attn_implementation = NAME
+        self.stages = Stages(self.module)
+
+    def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        nodes = places(segments)
+        with recording(self.module, taps) as recorded:
+            logits = self._pass(segments, nodes or [sum(len(segment.tokens) for segment in segments) - 1])
+        return split(segments, logits, recorded)
+
+    @torch.no_grad()
+    def _pass(self, segments: Seq[Segment], nodes: list[int]) -> Tensor:  # [nodes, vocab]
+        ids, given = self.inputs(segments)
+        wanted = torch.tensor(nodes, device=self.lm.device)
+        out = self.module(input_ids=ids[None], **given, logits_to_keep=wanted)
+        if (calls := given["attention_plan"].calls) != len(self.lm.windows):
+            raise UnsupportedModel(f"{calls} of {len(self.lm.windows)} layers attend through our function")
+        return out.logits[0]
+
+    def inputs(self, segments: Seq[Segment]) -> tuple[Tensor, dict[str, Any]]:
+        """The tokens of a pass, and all else that the model is given with them."""
+        ids, positions = self.ids_and_positions(segments).to(self.lm.device)
+        plan = EagerAttention(self.lm.cache, segments, self.lm.windows, self.lm.device, self.alone)
+        given = dict(position_ids=positions[None], past_key_values=self.lm.cache, use_cache=True, attention_plan=plan)
+        return ids, given | joined(segments, len(ids))
+
+    def ids_and_positions(self, segments: Seq[Segment]) -> Tensor:  # [2, tokens of all segments]
+        ids = [token for segment in segments for token in segment.tokens]
+        return torch.tensor([ids, [place for segment in segments for place in segment.positions]])
+
+    @torch.no_grad()
+    def span(
+        self, span: LayerSpan, segments: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
+    ) -> StageOutputs:
+        ids, given = self.inputs(segments)
+        wanted = None if nodes is None else torch.tensor(nodes, device=self.lm.device)
+        return self.stages.of_span(span).run(ids, entering, wanted, **given)
+
+    def forget(self, slot: int) -> None:
+        """Nothing is begun ahead here."""
+
+    def weights_changed(self) -> None:
+        """The model's own weights are all that is used."""
+
+    def runs_like_this(self, part: TransformersLM) -> None:
+        """A slice is made to run eagerly."""
+
+    def attach(self, head: PreTrainedModel) -> TransformersLM:
+        from outpace.models.hf.head_lm import HeadLM  # which is a model with a runner
+
+        return HeadLM.of_head(head)
+
+    def ready(self, head: Any) -> Any:
+        return head
+
+
+class Stages:
+    """The spans of layers of one module that were run so far."""
+
+    def __init__(self, module: PreTrainedModel):
+        self.module = module
+        self._known: dict[LayerSpan, Stage] = {}
+
+    def of_span(self, span: LayerSpan) -> Stage:
+        if span not in self._known:
+            self._known[span] = Stage(self.module, span)
+        return self._known[span]
+
+
+def places(segments: Seq[Segment]) -> list[int]:
+    """The places of the nodes of all layouts among the tokens of a packed pass."""
+    nodes, at = list[int](), 0
+    for segment in segments:
+        nodes.extend(range(at + len(segment.pending), at + len(segment.tokens)))
+        at += len(segment.tokens)
+    return nodes
+
+
+def split(segments: Seq[Segment], logits: Tensor, recorded: dict[int, Tensor]) -> list[SegmentOutput]:
+    """What a pass gave for each segment; `logits` are of the nodes of all of them."""
+    outputs, at, node = [], 0, 0
+    for segment in segments:
+        count, fed = len(segment.tokens), len(segment.pending)
+        own = logits[node : node + count - fed] if segment.layout is not None else None
+        outputs.append(SegmentOutput(own, {tap: states[at : at + count] for tap, states in recorded.items()}))
+        at, node = at + count, node + count - fed
+    return outputs

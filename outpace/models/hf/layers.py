@@ -1,0 +1,128 @@
+"""What a Transformers model can do besides being scored: its layers, its hidden states and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outpace.core.lm import LM, Embeddings, MemoryNeed, Reference
+from outpace.models.early_exit import EarlyExitLM
+from outpace.models.hf.eager import Runner, places, split
+from outpace.models.hf.module import decoder_layers, embeddings_of, view
+from outpace.models.hf.reference import ModelReference
+from outpace.models.hf.stages import LayerSpan
+from outpace.models.memory import free, weights
+from outpace.models.segment import Segment, SegmentOutput
+
+if TYPE_CHECKING:
+    from outpace.models.hf.lm import TransformersLM
+
+
+class TransformersLayers:
+    """The decoder layers of a model: slices of them, exits after them, what they cost."""
+
+    def __init__(self, lm: TransformersLM):
+        self.lm = lm
+        self.count = len(lm.windows)
+        self.slices: dict[tuple[int, ...], TransformersLM] = {}
+
+    def slice(self, layers: Seq[int], compile: bool = True) -> TransformersLM:
+        """Made once, unless it is not worth compiling."""
+        if not compile:
+            return self.lm.sliced(layers)
+        if tuple(layers) not in self.slices:
+            part = self.slices[tuple(layers)] = self.lm.sliced(layers)
+            self.lm.runner.runs_like_this(part)
+        return self.slices[tuple(layers)]
+
+    def early_exit(self, count: int) -> LM | None:
+        exits = getattr(self.lm.runner, "early_exit", None)
+        return EarlyExitLM(self.lm, count, self.first_layers) if exits is None else exits(count)
+
+    def first_layers(self, segments: Seq[Segment], count: int) -> list[SegmentOutput]:
+        """A pass of the first layers and the head, with what leaves those layers as tap `count`."""
+        out = self.lm.runner.span(LayerSpan(0, count), segments, None, places(segments))
+        assert out.logits is not None
+        return split(segments, out.logits, {count: out.states})
+
+    def cost_share(self, count: int) -> float:
+        decoder, name = decoder_layers(self.lm.view)
+        stack, head = weights(getattr(decoder, name)), weights(self.lm.view.get_output_embeddings())
+        return (count / self.count * stack + head) / (stack + head)
+
+    def reference(self, layers: Seq[int]) -> Reference:
+        return ModelReference(view(self.lm.model, [self.lm.indices[i] for i in layers]))
+
+
+class TransformersStates:
+    """The hidden states of a model's slots, and its embeddings."""
+
+    def __init__(self, lm: TransformersLM):
+        self.lm = lm
+        self.embeddings: Embeddings | None = embeddings_of(lm.model)
+
+    def read(self, slot: int) -> Tensor | None:  # [tokens, taps]
+        return self.lm.hidden_states(self.lm.slots[slot])
+
+    def attach(self, head: Any) -> LM:
+        return self.lm.runner.attach(head)
+
+    def ready(self, head: Any) -> Any:
+        return self.lm.runner.ready(head)
+
+
+class TransformersWeights:
+    """The weights of a model, and what memory they and the cache take."""
+
+    def __init__(self, lm: TransformersLM):
+        self.lm = lm
+        self.version = 0
+
+    def changed(self) -> None:
+        self.lm.runner.weights_changed()
+        self.lm.clear()
+        self.version += 1
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of all weights, those of layers outside a slice too."""
+        return weights(self.lm.model)
+
+    def memory(self, tokens: int) -> MemoryNeed:
+        cache = self.lm.cache
+        held = self.bytes + self.lm.runner.extra_bytes
+        return MemoryNeed(held, cache.token_bytes, tokens, cache.nbytes + free(self.lm.device))
+
+
+def resume(runner: Runner, count: int, segments: Seq[Segment]) -> list[SegmentOutput]:
+    """A pass of `count` layers in which tokens enter at different layers: each span runs those that are there by then.
+
+    The last span runs all segments, so its logits are those of the pass.
+    """
+    nodes = places(segments)
+    states: dict[int, Tensor] = {}  # of each segment: of those of its tokens that run
+    logits = None
+    cuts = {0, count, *(segment.resumed.layers for segment in segments if segment.resumed is not None)}
+    for span in map(LayerSpan._make, pairwise(sorted(cuts))):
+        parts: dict[int, Segment] = {}
+        for i, segment in enumerate(segments):
+            done = segment.resumed
+            if done is not None and done.layers == span.first:
+                states[i] = torch.cat([done.states, states[i]]) if i in states else done.states
+            part = segment if done is None or done.layers <= span.first else segment.fresh()
+            if part is not None:
+                parts[i] = part
+        if not parts:
+            continue
+        entering = torch.cat([states[i] for i in parts]) if span.first else None
+        out = runner.span(span, list(parts.values()), entering, nodes if span.last == count else None)
+        pieces = out.states.split([len(part.tokens) for part in parts.values()])
+        states = dict(zip(parts, pieces, strict=True))
+        logits = out.logits
+    assert logits is not None, "every segment runs in the last span"
+    return split(segments, logits, {})
