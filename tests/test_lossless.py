@@ -122,7 +122,7 @@ TEXTS = [
 
 
 def trained(name: str, draft: LM) -> dict[str, Any]:
-    """With the heads that come with the package, whose guesses are kept now and then; the toy has random ones."""
+    """With the heads that come with the repository, whose guesses are kept now and then; the toy has random ones."""
     method = settings_of(name, draft)
     return method | ({"head": None} if "head" in method else {})
 

@@ -1,4 +1,4 @@
-"""The heads that come with the package: there for the demo model, small, and worth asking."""
+"""The heads that come with the repository: there for the demo model, small, and worth asking."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import pytest
 
 from outpace.api.model import Model
 from outpace.heads import store
+from outpace.storage import weights
 
 LARGEST = 16_000_000  # bytes
 PROMPT = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have?"}]
 
 
 def test_each_is_small_and_says_how_it_was_made() -> None:
-    files = sorted(store.SHIPPED.glob(f"*/{store.WEIGHTS}"))
+    files = sorted(weights.CHECKOUT.glob(f"*/{store.WEIGHTS}"))
     assert len(files) == len(store.KINDS)
     for file in files:
         assert file.stat().st_size < LARGEST

@@ -31,12 +31,11 @@ def states(seq: Sequence) -> Tensor | None:
 
 
 def trained(kind: str, target: LM) -> bool:
-    """Whether there is a head of this kind for this model."""
+    """Whether a head of this kind for this model is on this machine: only a request that asks for one fetches it."""
     try:
-        store.resolve(kind, None, target)
+        return store.local(kind, target) is not None
     except HeadNotFound:
         return False
-    return True
 
 
 class HeadDrafter(SelfDrafting):

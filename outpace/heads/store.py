@@ -1,4 +1,4 @@
-"""Heads by kind: made for a target, written to a folder, read from one, or found among those that came with us."""
+"""Heads by kind: made for a target, written to a folder, read from one, or found among those trained for it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from outpace.heads.base import Head, HeadSpec
 from outpace.heads.formats import native_mtp, published
 from outpace.heads.formats.published import HeadWeights
 from outpace.heads.quantize import compressed, expanded
+from outpace.storage import weights
 from outpace.storage.files import cache_dir
 
 KINDS: dict[str, str] = {
@@ -30,7 +31,6 @@ KINDS: dict[str, str] = {
 }
 RANDOM = "random"  # a head with untrained weights: it guesses badly, and everything runs
 CONFIG, WEIGHTS = "head.json", "head.safetensors"
-SHIPPED = Path(__file__).parent / "shipped"
 
 
 def find_class(kind: str) -> Any:
@@ -148,7 +148,7 @@ def _placed(head: Head, ends: Embeddings) -> Head:
 
 def _ours(folder: Path, lm: LM) -> HeadWeights:
     made = about(folder)
-    if not _fits(made, lm):
+    if not _fits(made["target"], lm):
         raise UsageError(f"the head in {folder} was made for another model: {_named(made)}")
     spec = HeadSpec(**{**made["spec"], "taps": tuple(made["spec"]["taps"])})
     return HeadWeights(spec, expanded(load_file(folder / WEIGHTS)))
@@ -167,7 +167,7 @@ def _check(head: Head, tensors: dict[str, Tensor]) -> None:
 
 
 def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
-    """The head that an option names: itself, a folder, "random", or None for one that came with us."""
+    """The head that an option names: itself, a folder, "random", or None for one that is here or can be fetched."""
     if given == RANDOM:
         return fresh(kind, lm)
     if given is not None:
@@ -176,19 +176,33 @@ def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
             named = "this head" if isinstance(given, Head) else f"the head in {given}"
             raise UsageError(f"{named} is of the kind {head.spec.kind!r}, not {kind!r}")
         return head
-    embeddings_or_error(lm)  # else there is no head for it anywhere
-    for place in (SHIPPED, cache_dir() / "heads"):
-        for config in sorted(place.glob(f"*/{CONFIG}")):
-            made = about(config.parent)
-            if made["spec"]["kind"] == kind and _fits(made, lm):
-                return load(config.parent, lm)
-    own = native_mtp.folder_of(embeddings_or_error(lm)) if kind == native_mtp.KIND else None
-    if own is not None:
-        return load(own, lm)
+    folder = local(kind, lm)
+    if folder is None and (names := _trained(kind, lm)):
+        folder = weights.fetch(names[0])
+    if folder is not None:
+        return load(folder, lm)
     raise HeadNotFound(
         f"no {kind} head for this model came with us; pass head=FOLDER, train one with `outpace train {kind} MODEL`, "
         f"or try head={RANDOM}, which guesses badly"
     )
+
+
+def local(kind: str, lm: LM) -> Path | None:
+    """The folder of a head for this model that is on this machine already: ours, one in the cache, or the model's."""
+    ends = embeddings_or_error(lm)  # else there is no head for it anywhere
+    for name in _trained(kind, lm):
+        if (folder := weights.local(name)) is not None:
+            return folder
+    for config in sorted((cache_dir() / "heads").glob(f"*/{CONFIG}")):
+        made = about(config.parent)
+        if made["spec"]["kind"] == kind and _fits(made["target"], lm):
+            return config.parent
+    return native_mtp.folder_of(ends) if kind == native_mtp.KIND else None
+
+
+def _trained(kind: str, lm: LM) -> list[str]:
+    """Names of the heads of this kind that were trained for this model, wherever their files are."""
+    return [name for name, entry in weights.manifest().items() if entry.kind == kind and _fits(entry.target, lm)]
 
 
 def about(folder: Path) -> dict[str, Any]:
@@ -201,8 +215,8 @@ def about(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _fits(said: dict[str, Any], lm: LM) -> bool:
-    ends, made = embeddings_or_error(lm), said["target"]
+def _fits(made: dict[str, Any], lm: LM) -> bool:
+    ends = embeddings_or_error(lm)
     if (made["vocab"], made["hidden"], made["layers"]) != (ends.vocab, ends.hidden, layers_of(lm).count):
         return False
     ours, theirs = torch.tensor(ends.fingerprint), torch.tensor(made["weights"])
