@@ -28,4 +28,4 @@ check: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/outpace bench --dtype float32 --device cpu -m auto -m suffix -m recycling:nodes=8 -m ngram \
-		--limit 2 --max-tokens 64 --rounds 2 --output build/bench --update docs/benchmarks.md#cpu
+		--limit 2 --max-tokens 64 --rounds 2 --output build/bench --update docs/log.md#cpu

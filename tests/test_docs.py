@@ -28,7 +28,7 @@ def blocks(path: str, language: str = "python") -> list[str]:
 def test_the_example_method_passes_the_registry_test(
     setting: str, monkeypatch: pytest.MonkeyPatch, toy: Model, toy_draft: LM
 ) -> None:
-    source, use = blocks("docs/add-a-method.md")
+    source, use = blocks("docs/internals/add-a-method.md")
     module = ModuleType("repeat_last")
     monkeypatch.setitem(sys.modules, "repeat_last", module)
     exec(source, module.__dict__)
@@ -55,12 +55,12 @@ def test_the_example_of_the_readme_runs(smollm2: Model, monkeypatch: pytest.Monk
 
 def test_the_example_of_verify_runs(toy: Model) -> None:
     scope: dict[str, object] = {"lm": toy}
-    exec(blocks("docs/verify.md")[0], scope)
+    exec(blocks("docs/guide/verify.md")[0], scope)
     assert {check.subject for check in scope["checks"]} == {"plain", "suffix"}  # type: ignore[attr-defined]
 
 
 def test_the_examples_of_several_callers_run(smollm2: Model) -> None:
-    threads, tasks = blocks("docs/callers.md")
+    threads, tasks = blocks("docs/guide/several-callers.md")
     scope: dict[str, object] = {"lm": smollm2, "prompts": ["One", "Two", "Three"], "first": "One", "second": "Two"}
     exec(threads, scope)
     assert len(scope["answers"]) == 3  # type: ignore[arg-type]
@@ -70,12 +70,12 @@ def test_the_examples_of_several_callers_run(smollm2: Model) -> None:
 
 
 def test_links_of_the_documentation_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_every_method_policy_and_verifier_is_documented() -> None:
-    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     for name in [*registry.METHODS, *registry.POLICIES, *registry.VERIFIERS]:
         assert f"`{name}`" in text, name
