@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -69,10 +71,39 @@ def test_the_examples_of_several_callers_run(smollm2: Model) -> None:
     assert asyncio.run(scope["run"]()).tokens == scope["answers"][0].tokens  # type: ignore[operator, index]
 
 
+def script(name: str) -> dict[str, Any]:
+    """What a script of docs defines."""
+    return runpy.run_path(str(ROOT / "docs" / f"{name}.py"))
+
+
 def test_links_of_the_documentation_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    assert script("links")["broken"]() == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    links = script("links")
+    page = tmp_path / "page.md"
+    page.write_text("# A title, with `code`\n\n[a](none.md) [b](#a-title-with-code) [c](#no) `[d](code.md)`\n")
+    assert list(links["links"](page)) == [(tmp_path / "none.md", ""), (page, "a-title-with-code"), (page, "no")]
+    assert links["anchors"](page) == {"a-title-with-code"}
+
+
+def test_the_map_of_the_readme_is_generated() -> None:
+    assert script("rooms")["table"]() in (ROOT / "README.md").read_text(), "paste the output of `python docs/rooms.py`"
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text().replace(methods_markdown(), "").replace(script("rooms")["table"](), "")
+    assert len(text.split()) <= 900
+
+
+def test_pages_are_short_and_in_the_map() -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        limit = 700 if page.parent.name == "results" else 1500
+        text = re.sub(r"<!-- bench:.*?<!-- /bench:\w+ -->", "", page.read_text(), flags=re.DOTALL)
+        assert page.name == "log.md" or len(text.split()) <= limit, page
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert f"- {name}\n" in (ROOT / "mkdocs.yml").read_text() or name == "log.md", f"{name}: not in mkdocs.yml"
 
 
 def test_every_method_policy_and_verifier_is_documented() -> None:

@@ -25,9 +25,9 @@ def load(
 
     `dtype` defaults to float32 on a CPU, where smaller ones are slower, and to the checkpoint's own elsewhere;
     `cache_limit` bounds the key-value cache, in bytes; `exact` makes all passes of one shape, so that results are
-    bit-identical in every dtype, with or without speculation, in any batch (docs/internals/exactness.md): not by default,
-    but for GGUF files, where `exact=False` lets llama.cpp reorder weights (docs/guide/gguf.md). `eager` runs the layers
-    as they are; by default those of a model that is large enough are compiled (docs/internals/speed.md).
+    bit-identical in every dtype, with or without speculation, in any batch (docs/internals/exactness.md): not by
+    default, but for GGUF files, where `exact=False` lets llama.cpp reorder weights (docs/guide/gguf.md). `eager` runs
+    the layers as they are; by default those of a model that is large enough are compiled (docs/internals/speed.md).
     `quantize="int8"` keeps the weights of linear layers as int8: less to read, and another model, slightly.
     """
     from outpace.api import demo_weights
