@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +28,12 @@ def pages() -> list[Path]:
 
 def prose(page: Path) -> str:
     """The text of a page without code."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return without_code(page.read_text(encoding="utf-8"))
+
+
+def without_code(text: str) -> str:
+    """Markdown without blocks of code, and without brackets in spans of code."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`\n]+`", lambda code: re.sub(r"[\[\]()]", "", code[0]), text)
 
 
@@ -38,6 +44,7 @@ def links(page: Path) -> Iterator[tuple[Path, str]]:
         yield target, (match[2] or "")[1:]
 
 
+@cache
 def linked_files() -> set[Path]:
     """Files outside of docs that pages link to: source code, mostly."""
     return {file for page in pages() for file, _ in links(page) if not file.is_relative_to(ROOT / "docs")}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,14 @@ def test_the_example_of_verify_runs(toy: Model) -> None:
     assert {check.subject for check in scope["checks"]} == {"plain", "suffix"}  # type: ignore[attr-defined]
 
 
+def test_the_example_of_bench_runs() -> None:
+    (source,) = blocks("docs/guide/bench.md")
+    model = Model(ToyLM(vocab=257, context=4096), ByteTokenizer(), name="toy")
+    scope: dict[str, Any] = {"lm": model}
+    exec(source.replace("max_tokens=32", "max_tokens=4"), scope)
+    assert {each.contestant for each in scope["runs"]} == {"plain", "suffix"}
+
+
 def test_the_examples_of_several_callers_run(smollm2: Model) -> None:
     threads, tasks = blocks("docs/guide/several-callers.md")
     scope: dict[str, object] = {"lm": smollm2, "prompts": ["One", "Two", "Three"], "first": "One", "second": "Two"}
@@ -86,6 +95,18 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     page.write_text("# A title, with `code`\n\n[a](none.md) [b](#a-title-with-code) [c](#no) `[d](code.md)`\n")
     assert list(links["links"](page)) == [(tmp_path / "none.md", ""), (page, "a-title-with-code"), (page, "no")]
     assert links["anchors"](page) == {"a-title-with-code"}
+
+
+def test_links_lead_somewhere_on_the_site_too() -> None:
+    """The site has pages for README and source files, and links are moved there; a build needs MkDocs."""
+    hooks, links = script("hooks"), script("links")
+    files = {*links["pages"](), *links["linked_files"](), *(ROOT / "docs").rglob("*.png")}
+    there = {hooks["address"](file) for file in files}
+    for page in links["pages"]():
+        place = hooks["address"](page)
+        text = hooks["on_page_markdown"](page.read_text(), SimpleNamespace(file=SimpleNamespace(src_uri=place)))
+        for target, _ in links["LINK"].findall(links["without_code"](text)):
+            assert not target or os.path.normpath(Path(place).parent / target) in there, f"{place}: {target}"
 
 
 def test_the_map_of_the_readme_is_generated() -> None:
