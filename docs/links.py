@@ -1,4 +1,4 @@
-"""Check the links of the documentation: files and #anchors of README, CHANGELOG and docs, without a network.
+"""Check the links of README, CHANGELOG and docs, files and #anchors, and the pages that code names; no network.
 
     python docs/links.py
 
@@ -71,6 +71,17 @@ def broken() -> list[str]:
                 found.append(f"{place} is no file")
             elif anchor and anchor not in anchors(file):
                 found.append(f"{place}#{anchor} is no heading")
+    return found + mentions()
+
+
+def mentions() -> list[str]:
+    """One line for each page that code names and that is not there."""
+    found = []
+    for folder in ("outpace", "benchmarks", "examples"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for name in re.findall(r"docs/[\w./-]+\.md", file.read_text(encoding="utf-8")):
+                if not (ROOT / name).is_file():
+                    found.append(f"{file.relative_to(ROOT)}: {name} is no file")
     return found
 
 
