@@ -33,7 +33,7 @@ bench: .venv/ready
 
 # The documentation as a site, in build/site; a broken link fails.
 docs: .venv/docs
-	$(BIN)/mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .venv/docs: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
