@@ -28,11 +28,11 @@ def address(file: Path) -> str:
 
 
 def shown(file: Path) -> str:
-    """A file of the repository as a page: Markdown as it is, code in a block."""
+    """A file of the repository as a page: Markdown as it is, code in a block that the search passes over."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         return text
-    return f"# {file.relative_to(ROOT)}\n\n````{file.suffix[1:]}\n{text}````\n"
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {file.relative_to(ROOT)}\n\n````{file.suffix[1:]}\n{text}````\n"
 
 
 def on_files(files: Any, config: Any) -> Any:
