@@ -2,8 +2,8 @@
 
     python benchmarks/gguf_passes.py MODEL.gguf --context 64 --context 800
 
-`llama.cpp` runs with its own settings, `ours` with those that answers need to stay the same (docs/gguf.md). Both take
-turns. "Differs" is the largest difference between a token's logits when tokens come one by one and when they come
+`llama.cpp` runs with its own settings, `ours` with those that answers need to stay the same (docs/guide/gguf.md). Both
+take turns. "Differs" is the largest difference between a token's logits when tokens come one by one and when they come
 together, over all sizes.
 """
 

@@ -1,6 +1,6 @@
 """Graft against what it wraps, at the same number of nodes: tokens per pass, and levels that the draft was asked for.
 
-    .venv/bin/python benchmarks/graft.py --nodes 24 --max-tokens 40 --update docs/benchmarks.md
+    .venv/bin/python benchmarks/graft.py --nodes 24 --max-tokens 40 --update docs/results/graft.md
 
 The draft is the target without a few layers: it guesses as a draft model does, and costs far more, so nothing is timed
 here. On the first half of the prompts every method fills its table and `calibrated` is fitted, for a draft whose level

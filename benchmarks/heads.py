@@ -1,7 +1,7 @@
 """What drafters are worth on each task of Spec-Bench: tokens per pass, and how often a guess at each depth is right.
 
     python benchmarks/heads.py smollm2-135m-instruct --prompts spec_bench.jsonl \
-        -m eagle3 -m "eagle3:nodes=60,depth=8" -m "graft:nodes=32,inner=eagle3" --update docs/benchmarks.md
+        -m eagle3 -m "eagle3:nodes=60,depth=8" -m "graft:nodes=32,inner=eagle3" --update docs/results/heads.md
 
 Counts, not times: they are the same on every machine, so many requests run together. With `--check`, every answer is
 compared with plain decoding's.

@@ -1,4 +1,4 @@
-"""A float64 toy transformer and a byte tokenizer: what tests of the loop run on, ours and those of plugins.
+"""A toy model and a byte tokenizer, for our tests and for those of plugins.
 
 `ToyLM` has no cache: it computes every node from scratch. So it is slow, it cannot be wrong about what a node sees, and
 a draft that shares its weights in part agrees with it in part.

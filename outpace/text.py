@@ -1,4 +1,4 @@
-"""Text: prompts to tokens, tokens to text as they come, and stop strings that are never streamed past."""
+"""Prompts to tokens, tokens to text as they come, and stop strings."""
 
 from __future__ import annotations
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,7 +31,7 @@ def blocks(path: str, language: str = "python") -> list[str]:
 def test_the_example_method_passes_the_registry_test(
     setting: str, monkeypatch: pytest.MonkeyPatch, toy: Model, toy_draft: LM
 ) -> None:
-    source, use = blocks("docs/add-a-method.md")
+    source, use = blocks("docs/internals/add-a-method.md")
     module = ModuleType("repeat_last")
     monkeypatch.setitem(sys.modules, "repeat_last", module)
     exec(source, module.__dict__)
@@ -55,12 +58,20 @@ def test_the_example_of_the_readme_runs(smollm2: Model, monkeypatch: pytest.Monk
 
 def test_the_example_of_verify_runs(toy: Model) -> None:
     scope: dict[str, object] = {"lm": toy}
-    exec(blocks("docs/verify.md")[0], scope)
+    exec(blocks("docs/guide/verify.md")[0], scope)
     assert {check.subject for check in scope["checks"]} == {"plain", "suffix"}  # type: ignore[attr-defined]
 
 
+def test_the_example_of_bench_runs() -> None:
+    (source,) = blocks("docs/guide/bench.md")
+    model = Model(ToyLM(vocab=257, max_length=4096), ByteTokenizer(), name="toy")
+    scope: dict[str, Any] = {"lm": model}
+    exec(source.replace("max_tokens=32", "max_tokens=4"), scope)
+    assert {each.contestant for each in scope["runs"]} == {"plain", "suffix"}
+
+
 def test_the_examples_of_several_callers_run(smollm2: Model) -> None:
-    threads, tasks = blocks("docs/callers.md")
+    threads, tasks = blocks("docs/guide/several-callers.md")
     scope: dict[str, object] = {"lm": smollm2, "prompts": ["One", "Two", "Three"], "first": "One", "second": "Two"}
     exec(threads, scope)
     assert len(scope["answers"]) == 3  # type: ignore[arg-type]
@@ -69,13 +80,54 @@ def test_the_examples_of_several_callers_run(smollm2: Model) -> None:
     assert asyncio.run(scope["run"]()).tokens == scope["answers"][0].tokens  # type: ignore[operator, index]
 
 
+def script(name: str) -> dict[str, Any]:
+    """What a script of docs defines."""
+    return runpy.run_path(str(ROOT / "docs" / f"{name}.py"))
+
+
 def test_links_of_the_documentation_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "weights" / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    assert script("links")["broken"]() == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    links = script("links")
+    page = tmp_path / "page.md"
+    page.write_text("# A title, with `code`\n\n[a](none.md) [b](#a-title-with-code) [c](#no) `[d](code.md)`\n")
+    assert list(links["links"](page)) == [(tmp_path / "none.md", ""), (page, "a-title-with-code"), (page, "no")]
+    assert links["anchors"](page) == {"a-title-with-code"}
+
+
+def test_links_lead_somewhere_on_the_site_too() -> None:
+    """The site has pages for README and source files, and links are moved there; a build needs MkDocs."""
+    hooks, links = script("hooks"), script("links")
+    files = {*links["pages"](), *links["linked_files"](), *(ROOT / "docs").rglob("*.png")}
+    there = {hooks["address"](file) for file in files}
+    for page in links["pages"]():
+        place = hooks["address"](page)
+        text = hooks["on_page_markdown"](page.read_text(), SimpleNamespace(file=SimpleNamespace(src_uri=place)))
+        for target, _ in links["LINK"].findall(links["without_code"](text)):
+            assert not target or os.path.normpath(Path(place).parent / target) in there, f"{place}: {target}"
+
+
+def test_the_map_of_the_readme_is_generated() -> None:
+    assert script("rooms")["table"]() in (ROOT / "README.md").read_text(), "paste the output of `python docs/rooms.py`"
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text().replace(methods_markdown(), "").replace(script("rooms")["table"](), "")
+    assert len(text.split()) <= 900
+
+
+def test_pages_are_short_and_in_the_map() -> None:
+    for page in (ROOT / "docs").rglob("*.md"):
+        limit = 700 if page.parent.name == "results" else 1500
+        text = re.sub(r"<!-- bench:.*?<!-- /bench:\w+ -->", "", page.read_text(), flags=re.DOTALL)
+        assert page.name == "log.md" or len(text.split()) <= limit, page
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert f"- {name}\n" in (ROOT / "mkdocs.yml").read_text() or name == "log.md", f"{name}: not in mkdocs.yml"
 
 
 def test_every_method_policy_and_verifier_is_documented() -> None:
-    text = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     for name in [*registry.METHODS, *registry.POLICIES, *registry.VERIFIERS]:
         assert f"`{name}`" in text, name

@@ -242,7 +242,7 @@ def test_a_policy_learns_from_a_trace(model: Model, tmp_path: Path) -> None:
 
 
 def test_the_examples_of_the_documentation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "trace.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "guide" / "traces.md").read_text()
     monkeypatch.chdir(tmp_path)
     model = Model(ToyLM(vocab=257, max_length=48), ByteTokenizer())  # the examples set no length
     scope: dict[str, Any] = {"lm": model, "prompt": PROMPTS[0], "small": ToyLM(layers=1, vocab=257)}

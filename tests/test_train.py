@@ -130,7 +130,7 @@ def test_settings_from_a_file(tmp_path: Path) -> None:
 
 
 def test_the_documentation_runs(toy: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (ROOT / "docs" / "training" / "drafters.md").read_text()
     (listed,), (source,) = (re.findall(rf"```{kind}\n(.*?)```", text, flags=re.DOTALL) for kind in ("yaml", "python"))
     folder.with_name("run.yaml").write_text(listed)
     assert settings.make("eagle3", settings.read(folder.with_name("run.yaml"))).draft_vocab == 16000

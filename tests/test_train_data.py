@@ -442,7 +442,7 @@ def test_records_are_checked_when_they_are_read(tmp_path: Path) -> None:
 def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     prompt_file(tmp_path / "prompts.jsonl", {"prompt": "the dog"}, {"turns": ["a fox", "and then?"]})
-    (block,) = blocks("docs/training-data.md")
+    (block,) = blocks("docs/training/data.md")
     scope: dict[str, Any] = {"lm": chatty()}
     exec(block, scope)
     assert len(scope["records"]) == 3 + 8 and scope["batch"].tokens.shape == scope["batch"].mask.shape

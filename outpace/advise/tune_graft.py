@@ -1,4 +1,4 @@
-"""Calibrate: gates and ranks of a grafting from traces (docs/methods.md).
+"""Calibrate: gates and ranks of a grafting from traces (docs/methods/graft.md).
 
 A trace says how sure a draft was and how much of it was accepted. Where it also holds passes of `recycling` on the same
 texts, it says what the table of successors would have got from there. So the speed with a gate can be told, and gates

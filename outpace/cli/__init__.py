@@ -1,4 +1,4 @@
-"""The command line: outpace generate | chat | verify | bench | advise | calibrate | prune | train | head | show | ...
+"""The command line: one file for each command.
 
 A module adds its commands to the application when it is imported.
 """

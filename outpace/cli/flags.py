@@ -23,7 +23,9 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this much probability.")]
 TopK = Annotated[int, typer.Option(help="Keep this many likeliest tokens; 0 keeps all.")]
 Seed = Annotated[int, typer.Option(help="Same seed, same text, with or without speculation.")]
-Settings = Annotated[list[str], typer.Option("--set", "-s", help="Any other setting, as name=value (see docs/api.md).")]
+Settings = Annotated[
+    list[str], typer.Option("--set", "-s", help="Any other setting, as name=value (see docs/guide/python-api.md).")
+]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default: float32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Compile = Annotated[

@@ -1,1 +1,1 @@
-"""The loop: draft a tree, score it in one pass, keep what the target chose; and the nouns that it speaks in."""
+"""The loop: draft, score in one pass, keep what the target chose; and the nouns that it speaks in."""

@@ -1,1 +1,1 @@
-"""Draft models with another vocabulary."""
+"""Draft models with another vocabulary than the target's."""

@@ -1,1 +1,1 @@
-"""What several methods share: draft models, heads, trees, tables of successors."""
+"""What methods share: draft models, heads, trees, tables of successors, searches for layers."""

@@ -118,7 +118,7 @@ def _write(folder: Path, made: dict[str, Any], tensors: dict[str, Tensor]) -> No
 
 
 def load(folder: Path, lm: LM) -> Head:
-    """The head in a folder: one of ours, or one that others published (docs/formats.md)."""
+    """The head in a folder: one of ours, or one that others published (docs/training/head-formats.md)."""
     found = (
         _ours(folder, lm)
         if (folder / CONFIG).exists()

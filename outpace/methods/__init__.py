@@ -1,1 +1,1 @@
-"""One file, one method: what it drafts and why."""
+"""One file for each method: what it drafts, and its options."""

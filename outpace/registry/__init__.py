@@ -1,4 +1,4 @@
-"""METHODS, POLICIES, VERIFIERS, LOADERS: every one by name, imported when it is asked for.
+"""Methods, policies, rules of acceptance and loaders by name, imported when they are used.
 
 A package of your own adds methods through the entry point group "outpace.methods" (name = "module:Class"). What there
 is, and with which options, is known without importing anything: `catalogue`.

@@ -1,1 +1,1 @@
-"""From logits to the target's token: processors, filters, and noise that depends on the seed and the position alone."""
+"""From logits to the target's token: processors, filters, and noise keyed by seed and position."""

@@ -1,1 +1,1 @@
-"""One thread for each model runs its passes, whoever asks for them."""
+"""One thread for each model, which runs its passes for every caller."""

@@ -1,1 +1,1 @@
-"""Traces: what every pass did, on disk and on screen."""
+"""Traces: what every pass did, on disk, as a page and in a terminal."""

@@ -1,4 +1,4 @@
-"""Trace: what every pass drafted, chose and kept, and how long it took, as JSON lines (docs/trace.md).
+"""Trace: what every pass drafted, chose and kept, and how long it took, as JSON lines (docs/guide/traces.md).
 
 `TraceWriter` turns the engine's events into lines as they happen; `read` turns a file back into records, whose `steps`
 are those of the run. The format has a version: a reader refuses a file that is newer than it knows.

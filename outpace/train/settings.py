@@ -54,7 +54,7 @@ class TrainingSettings:
     dtype: str = of("", "Of the target: float32, bfloat16, ...; default: float32 on a CPU.")
     device: str = of("", "cpu, cuda, cuda:1, ...")
 
-    loss: str = of("kl", "ce, kl, tv, nla, mixed or e2e (docs/training.md).")
+    loss: str = of("kl", "ce, kl, tv, nla, mixed or e2e (docs/training/data.md).")
     temperature: float = of(1.0, "At which the two laws are compared.")
     ahead: int = of(0, "Tokens ahead that each place is trained to guess; 0: as many as the head is made for.", *HEADS)
     draft_vocab: int = of(0, "Guess only the so many most frequent tokens of the answers; 0: all.", *HEADS)

@@ -1,1 +1,1 @@
-"""Further rules by which drafted tokens are accepted."""
+"""Further rules of acceptance: residual, typical, tiered, contrastive."""

@@ -4,7 +4,7 @@ What a token says must not depend on how many others are scored with it, or answ
 speculation. With llama.cpp's default settings it does. With flash attention over keys in q8_0 and values in float16 it
 does not, and is as fast: so that is what we use. Only weights of 16 and 32 bits are still multiplied in another way for
 one token than for several, and a token of such a model never comes alone; and weights that llama.cpp has put in another
-order, in another way for four and more, which then come in several calls (docs/gguf.md).
+order, in another way for four and more, which then come in several calls (docs/guide/gguf.md).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     answer(model, prompts, "data.jsonl", Settings(max_tokens=256))    # or write(model, 1000, "data.jsonl")
     for batch in batches(read("data.jsonl"), tokens_per_batch=8192, length=1024): ...
 
-Run again, it goes on where it stopped. A text depends only on the settings and its own prompt, as docs/exactness.md has
-it: what is asked beside it, and in which order, is without influence.
+Run again, it goes on where it stopped. A text depends only on the settings and its own prompt, as
+docs/internals/exactness.md has it: what is asked beside it, and in which order, is without influence.
 """
 
 from __future__ import annotations
