@@ -107,7 +107,7 @@ def seconds(spec: str, texts: Seq[Recording], costs: Costs, batch: int, host: fl
         engine, start = Engine(target), clock.perf_counter()
         for text in texts[at : at + batch]:
             given = {"method": spec, "max_tokens": len(text.answer), "ignore_eos": True}
-            engine.submit(model.sequence(Request.of(text.prompt, given)))
+            engine.submit(model.sequence(Request.from_keywords(text.prompt, given)))
         for _ in engine.run():
             pass
         found.append(clock.perf_counter() - start)

@@ -1,4 +1,5 @@
-"""VIA-SD's speed against its price: KL divergence from the target's law, and the task score, at several thresholds.
+"""VIA-SD's speed against its price: KL divergence from the target's distribution, and the task score, at several
+thresholds.
 
     .venv/bin/python benchmarks/via_sd.py --draft small-model --calibration layers.json --plot build/via_sd.png
 
@@ -101,7 +102,9 @@ def plot(points: Seq[Point], path: Path) -> None:
 
     timed = points[0].speedup is not None
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for axis, label, of in zip(axes, ("KL from the target's law, nats", "task score"), ("kl", "score"), strict=True):
+    for axis, label, of in zip(
+        axes, ("KL from the target's distribution, nats", "task score"), ("kl", "score"), strict=True
+    ):
         names = dict[tuple[float, float], list[str]]()  # points that coincide share a label
         for point in points:
             x, y = getattr(point, of), point.speedup if timed else point.tokens_per_pass
@@ -114,7 +117,7 @@ def plot(points: Seq[Point], path: Path) -> None:
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("times plain decoding" if timed else "tokens per pass")
-    figure.suptitle("VIA-SD: green keeps the law, red does not")
+    figure.suptitle("VIA-SD: green keeps the distribution, red does not")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -109,7 +109,7 @@ def collate(rollouts: Seq[Rollout], gains: Tensor, device: torch.device) -> Batc
 
 
 def judged(model: Any, tokens: Tensor, temperature: float) -> Tensor:  # [samples, longest - 1]
-    """What the model gives each token, in the law from which rollouts are drawn."""
+    """What the model gives each token, in the distribution from which rollouts are drawn."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits.float() / temperature
     return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 

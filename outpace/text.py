@@ -124,7 +124,7 @@ class TextStream:
             self._extend(self.detokenizer.push(token))
         self._ends.append(len(self.text))
 
-    def of(self, start: int, end: int) -> list[str]:
+    def texts(self, start: int, end: int) -> list[str]:
         """The text that each of these tokens completed; bytes of a character count for the token that ends it."""
         ends = [0, *self._ends]
         return [self.text[ends[i] : ends[i + 1]] for i in range(start, end)]

@@ -101,7 +101,8 @@ WAYS: list[Way] = [streams_in_turn, generate_inside_a_stream, threads, tasks, be
 def check(model: Model, prompts: list[Any], settings: dict[str, Any], way: Way) -> None:
     """Every request gets the text that it gets alone."""
     requests = [
-        Request.of(prompt, {"max_tokens": 12 + 5 * (i % 4), **settings, "seed": i}) for i, prompt in enumerate(prompts)
+        Request.from_keywords(prompt, {"max_tokens": 12 + 5 * (i % 4), **settings, "seed": i})
+        for i, prompt in enumerate(prompts)
     ]
     alone = [model.generate(request).tokens for request in requests]
     assert way(model, requests) == alone

@@ -43,7 +43,7 @@ def costs() -> Iterator[Costs]:
     """What passes are said to cost: tests do not depend on the clock, and leave nothing in the cache folder."""
     made_up = Costs(((1, 1.0), (8, 1.3), (64, 4.0)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outpace.policies.controller.costs.of", lambda lm, name="": made_up)
+        patch.setattr("outpace.policies.controller.costs.load_or_measure", lambda lm, name="": made_up)
         patch.setattr("outpace.models.gguf.repack.faster", File)  # as the file has it
         yield made_up
 

@@ -101,7 +101,7 @@ def test_texts_stay_the_same(method: str, temperature: float, toy: Model) -> Non
     expected = [toy.generate(p, method="plain", **s).tokens for p, s in zip(PROMPTS, lengths, strict=True)]
     engine = Engine(device, max_batch=3)
     seqs = [
-        model.sequence(Request.of(p, {**settings_of(method, ToyLM(layers=1)), **s}))
+        model.sequence(Request.from_keywords(p, {**settings_of(method, ToyLM(layers=1)), **s}))
         for p, s in zip(PROMPTS, lengths, strict=True)
     ]
     for seq in seqs:
@@ -151,7 +151,7 @@ def test_nothing_begins_ahead_where_logits_are_looked_at(settings: dict[str, Any
 def test_a_step_by_itself_begins_nothing(toy: Model) -> None:
     device = Device()
     engine = Engine(device, overlap=False)
-    engine.submit(Model(device).sequence(Request.of([1, 2], {"method": "plain", "max_tokens": 5})))
+    engine.submit(Model(device).sequence(Request.from_keywords([1, 2], {"method": "plain", "max_tokens": 5})))
     for _ in range(3):
         engine.step()
     assert device.begun == 0

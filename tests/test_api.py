@@ -60,7 +60,10 @@ def test_nothing_runs_when_one_request_is_wrong(toy: Model) -> None:
 
 
 def test_a_request_carries_its_own_settings(toy: Model) -> None:
-    requests = [Request.of([1, 2], {"max_tokens": 3}), Request.of([1, 2], {"max_tokens": 6, "method": "ngram"})]
+    requests = [
+        Request.from_keywords([1, 2], {"max_tokens": 3}),
+        Request.from_keywords([1, 2], {"max_tokens": 6, "method": "ngram"}),
+    ]
     short, long = toy.generate(requests)
     assert long.tokens[:3] == short.tokens
     with pytest.raises(UsageError, match="put max_tokens into it"):

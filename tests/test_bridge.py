@@ -56,7 +56,7 @@ def spelled(kind: str, ids: Seq[int]) -> bytes | None:
     """The bytes of a text's tokens, without what the tokenizer puts before it."""
     known, ids = pieces(kind), list(ids)
     ids = ids[len(known.start) :] if ids[: len(known.start)] == known.start else ids
-    found = join(map(known.of, ids))
+    found = join(map(known.bytes_of, ids))
     return found[1:] if found and known.prefix_space else found
 
 
@@ -70,19 +70,19 @@ def test_tokens_spell_their_text(kind: str, text: str) -> None:
     assert spelled(kind, pieces(kind).encode(text)) == text.encode()
     data = text.encode()
     segments = pieces(kind).segment(data)
-    assert segments is not None and join(map(pieces(kind).of, segments)) == data
+    assert segments is not None and join(map(pieces(kind).bytes_of, segments)) == data
 
 
 def test_spellings_that_are_no_text() -> None:
     for known in map(pieces, KINDS):
-        assert all(known.of(i) is None for i in known.specials)
-        assert known.of(known.vocab - 1) is None and known.of(10**9) is None  # beyond the tokenizer
+        assert all(known.bytes_of(i) is None for i in known.specials)
+        assert known.bytes_of(known.vocab - 1) is None and known.bytes_of(10**9) is None  # beyond the tokenizer
     think = KINDS["tiktoken"]().convert_tokens_to_ids("<think>")
-    assert pieces("tiktoken").of(think) == b"<think>"  # added, but text
+    assert pieces("tiktoken").bytes_of(think) == b"<think>"  # added, but text
     byte = KINDS["sentencepiece"]().convert_tokens_to_ids("<0x0A>")
-    assert pieces("sentencepiece").of(byte) == b"\n"
-    assert pieces("wordpiece").of(KINDS["wordpiece"]().convert_tokens_to_ids("##e")) == b"e"
-    assert Vocabulary(ByteTokenizer(), 300).of(0x41) == b"A"
+    assert pieces("sentencepiece").bytes_of(byte) == b"\n"
+    assert pieces("wordpiece").bytes_of(KINDS["wordpiece"]().convert_tokens_to_ids("##e")) == b"e"
+    assert Vocabulary(ByteTokenizer(), 300).bytes_of(0x41) == b"A"
 
 
 @steady
@@ -119,7 +119,7 @@ def test_shared_tokens_are_one_to_one(names: tuple[str, str]) -> None:
     assert len(set(pair.to_target.values())) == len(pair.to_target)
     for theirs, ours in pair.to_target.items():
         assert pair.to_draft[ours] == theirs
-        assert pair.ours.of(ours) == pair.theirs.of(theirs)
+        assert pair.ours.bytes_of(ours) == pair.theirs.bytes_of(theirs)
     assert 0 <= pair.overlap <= 1
 
 
@@ -149,7 +149,7 @@ def test_what_is_followed_is_spelled_as_it_was_said(
         at = min(len(tokens), at + 1 + (7 * at + seed) % 5)
         found = follower.follow(tokens[:at])
         said, ids = spelled(names[0], tokens[:at]), found[len(pair.theirs.start) :]
-        assert said is not None and (not said or join(map(pair.theirs.of, ids)) in (said, b" " + said))
+        assert said is not None and (not said or join(map(pair.theirs.bytes_of, ids)) in (said, b" " + said))
     if tokens:
         assert follower.follow(tokens) == found  # asked again, nothing changes
 
@@ -210,7 +210,7 @@ def test_followers_slide_when_the_drafts_context_is_full() -> None:
         for at in range(1, len(tokens), 5):
             found = follower.follow(tokens[:at])
             longest = max(longest, len(found))
-            said, heard = join(map(pair.ours.of, tokens[:at])), join(map(pair.theirs.of, found))
+            said, heard = join(map(pair.ours.bytes_of, tokens[:at])), join(map(pair.theirs.bytes_of, found))
             assert said is not None and heard is not None and said.endswith(heard)
         assert 100 <= longest <= 200 - 64
 
@@ -237,11 +237,11 @@ def test_a_guess_is_respelled_as_it_was_guessed(kind: str, text: str, at: int, c
     pair, data = joined(kind, "wordpiece"), text.encode()
     said = known.segment(data[:at]) if cut else known.encode(text)[:at]
     assert said is not None
-    before = join(map(known.of, said))
+    before = join(map(known.bytes_of, said))
     assert before is not None
     start = len(before) - (known.prefix_space and not cut and bool(before))
     found = pair.respell(said, data[start:])
-    guess = spelled(kind, found) if known.prefix_space and not said else join(map(known.of, found))
+    guess = spelled(kind, found) if known.prefix_space and not said else join(map(known.bytes_of, found))
     assert guess == data[start:]
 
 
@@ -251,7 +251,7 @@ def test_a_guess_is_respelled_as_the_target_would_write_it(kind: str) -> None:
     for text in (TEXT, " ".join(CORPUS)):
         tokens = known.encode(text)
         for at in range(len(tokens) - 12):
-            guess = join(map(known.of, tokens[at : at + 12]))
+            guess = join(map(known.bytes_of, tokens[at : at + 12]))
             assert guess is not None
             guess = guess[1:] if known.prefix_space and not at else guess
             found = pair.respell(tokens[:at], guess)  # the end of a guess may be one token with what follows it
@@ -334,7 +334,7 @@ def test_a_draft_that_has_no_bytes_guesses_the_rest_of_a_character() -> None:
     target, draft = reciting("smollm2", text), reciting(characters(text), text)
     given = {"max_tokens": 60, "ignore_eos": True}
     steps = [piece.step for piece in target.stream(text[:12], method="draft", draft=draft, align="text", **given)]
-    ends = [join(map(pieces("smollm2").of, step.tokens)) for step in steps if step is not None]
+    ends = [join(map(pieces("smollm2").bytes_of, step.tokens)) for step in steps if step is not None]
     assert any(end and complete(end)[1] for end in ends)
     done = target.generate(text[:12], method="draft", draft=draft, align="text", **given)
     assert done.tokens == target.generate(text[:12], method="plain", **given).tokens
@@ -462,7 +462,9 @@ def test_one_batch_of_all_ways() -> None:
     rows, plain = [], []
     for i, prompt in enumerate(PROMPTS * 2):
         given = {**(SAMPLED if i % 2 else {}), "max_tokens": 8 + i, "repetition_penalty": 1.0 + 0.1 * i}
-        rows.append(Request.of(prompt, {**given, "method": "draft", "draft": draft, "align": ("auto", *WAYS)[i % 3]}))
+        rows.append(
+            Request.from_keywords(prompt, {**given, "method": "draft", "draft": draft, "align": ("auto", *WAYS)[i % 3]})
+        )
         plain.append(target.generate(prompt, method="plain", **given).tokens)
     assert tokens_of(target.generate(rows)) == plain
 

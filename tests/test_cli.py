@@ -213,7 +213,11 @@ def test_verify_proves_a_lossless_method(smollm2: object, prompts: Path, tmp_pat
     report = json.loads(done.stdout)
     assert report["verdict"] == "pass" and report["settings"]["samples"] == 50
     names = {(check["subject"], check["name"]) for check in report["checks"]}
-    assert {("plain", "greedy = Transformers"), ("suffix", "same seed = plain"), ("suffix", "sampled law")} <= names
+    assert {
+        ("plain", "greedy = Transformers"),
+        ("suffix", "same seed = plain"),
+        ("suffix", "sampled distribution"),
+    } <= names
     suite = ElementTree.parse(tmp_path / "out.xml").getroot()
     assert suite.get("tests") == str(len(names)) and suite.get("failures") == "0"
 
@@ -225,7 +229,7 @@ def test_verify_fails_a_bug_with_an_exit_code(
     given = ["verify", SMOLLM2, "--method", "plain", "--prompts", str(prompts), "--top-p", "0.2"]
     done = runner.invoke(app, [*given, *VERIFY, "--junit", str(tmp_path / "out.xml")])
     assert done.exit_code == 1, done.output
-    assert "FAIL" in done.output and "sampled law" in done.output
+    assert "FAIL" in done.output and "sampled distribution" in done.output
     assert ElementTree.parse(tmp_path / "out.xml").getroot().find("testcase/failure") is not None
 
 

@@ -344,7 +344,7 @@ class Anything(RuleBasedStateMachine):
     @rule(prompt=st.integers(0, 7), heat=st.sampled_from([0.0, 0.9]), method=st.sampled_from(METHODS[:4]))
     def submit(self, prompt: int, heat: float, method: str) -> None:
         given = {**settings_of(method, self.draft), "temperature": heat, "seed": prompt, "max_tokens": LENGTH}
-        seq = self.model.sequence(Request.of(PROMPTS[prompt], given))
+        seq = self.model.sequence(Request.from_keywords(PROMPTS[prompt], given))
         self.engine.submit(seq)
         self.requests.append((seq, prompt, heat))
 

@@ -79,7 +79,7 @@ def test_work_on_the_last_pass_while_the_next_one_runs(
     assert sorted(p.index for p in pieces if p.completion is not None) == [0, 1, 2]
 
     engine = Engine(late.lm)
-    seqs = [late.sequence(Request.of(prompt, settings)) for prompt in PROMPTS]
+    seqs = [late.sequence(Request.from_keywords(prompt, settings)) for prompt in PROMPTS]
     for seq in seqs:
         engine.submit(seq)
     after = 0
@@ -106,7 +106,7 @@ def test_rows_join_and_leave(toy: Model, toy_draft: LM) -> None:
     alone = [toy.generate(p, method="plain", max_tokens=10 + 5 * i).tokens for i, p in enumerate(PROMPTS)]
     engine = Engine(toy.lm)
     seqs = [
-        toy.sequence(Request.of(p, {**settings_of("draft", toy_draft), "max_tokens": 10 + 5 * i}))
+        toy.sequence(Request.from_keywords(p, {**settings_of("draft", toy_draft), "max_tokens": 10 + 5 * i}))
         for i, p in enumerate(PROMPTS)
     ]
     for seq in seqs:  # one joins every second step
@@ -121,7 +121,7 @@ def test_rows_join_and_leave(toy: Model, toy_draft: LM) -> None:
 
 def test_more_requests_than_rows(toy: Model) -> None:
     engine = Engine(toy.lm, max_batch=2)
-    seqs = [toy.sequence(Request.of([i + 1], {"method": "recycling", "max_tokens": 8})) for i in range(7)]
+    seqs = [toy.sequence(Request.from_keywords([i + 1], {"method": "recycling", "max_tokens": 8})) for i in range(7)]
     for seq in seqs:
         engine.submit(seq)
     most = 0
@@ -197,10 +197,10 @@ def test_logprobs(toy: Model, toy_draft: LM) -> None:
     done = toy.generate([1, 2, 3], **settings_of("draft", toy_draft), logprobs=5, temperature=1.0, max_tokens=12)
     prefix = [1, 2, 3]
     for entry in done.logprobs:
-        law = lm.run(prefix)[0][-1].log_softmax(-1)
-        assert entry.logprob == pytest.approx(law[entry.token].item(), abs=1e-12)
-        assert list(entry.top) == law.topk(5).indices.tolist()
-        assert list(entry.top.values()) == pytest.approx(law.topk(5).values.tolist(), abs=1e-12)
+        distribution = lm.run(prefix)[0][-1].log_softmax(-1)
+        assert entry.logprob == pytest.approx(distribution[entry.token].item(), abs=1e-12)
+        assert list(entry.top) == distribution.topk(5).indices.tolist()
+        assert list(entry.top.values()) == pytest.approx(distribution.topk(5).values.tolist(), abs=1e-12)
         prefix.append(entry.token)
     assert prefix[3:] == done.tokens
 
@@ -210,12 +210,12 @@ def contrastive_search(lm: ToyLM, prompt: list[int], count: int, alpha: float, k
     tokens = list(prompt)
     for _ in range(count):
         logits, states = lm.run(tokens)
-        law = logits[-1].softmax(-1)
+        distribution = logits[-1].softmax(-1)
         past = torch.nn.functional.normalize(states[-1], dim=-1)
         best = []
-        for token in law.topk(k).indices.tolist():
+        for token in distribution.topk(k).indices.tolist():
             state = torch.nn.functional.normalize(lm.run([*tokens, token])[1][-1][-1], dim=-1)
-            best.append(((1 - alpha) * law[token].item() - alpha * (past @ state).max().item(), token))
+            best.append(((1 - alpha) * distribution[token].item() - alpha * (past @ state).max().item(), token))
         tokens.append(max(best)[1])
     return tokens[len(prompt) :]
 

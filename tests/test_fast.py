@@ -197,7 +197,7 @@ def test_plain_decoding_begins_its_passes_ahead(sampling: dict[str, Any], monkey
         texts = []
         for model in (quick, slow):
             engine = Engine(model.lm, max_batch=4)  # some join when others have left
-            seqs = [model.sequence(Request.of(p, s)) for p, s in zip(PROMPTS * 3, settings, strict=True)]
+            seqs = [model.sequence(Request.from_keywords(p, s)) for p, s in zip(PROMPTS * 3, settings, strict=True)]
             for seq in seqs:
                 engine.submit(seq)
             for _ in engine.run():

@@ -36,7 +36,7 @@ from outpace.policies.controller.acceptance import (
     level,
 )
 from outpace.policies.controller.controller import PROBING, Controller, RequestState
-from outpace.policies.controller.costs import FORMAT, SHORT, SIZES, Costs, identity, measure, of
+from outpace.policies.controller.costs import FORMAT, SHORT, SIZES, Costs, identity, load_or_measure, measure
 from outpace.policies.controller.selection import PassOffer, RankedNode
 from outpace.policies.controller.timing import PassTimer, RecentMedian, Timing, TimingCorrection
 from outpace.sampling.sampler import Sampler
@@ -127,7 +127,7 @@ def sequence(drafter: Drafter | None = None, policy: Policy | None = None) -> Se
 def chain(*chances: float) -> Tree:
     tree = Tree([2])
     for i, chance in enumerate(chances):
-        tree.add(i, 10 + i, chance=chance)
+        tree.add(i, 10 + i, prob=chance)
     return tree
 
 
@@ -240,7 +240,7 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     calls = []
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
     monkeypatch.setattr("outpace.policies.controller.costs.measure", lambda lm: calls.append(lm) or CPU)
-    monkeypatch.setattr("outpace.policies.controller.costs.of", of)
+    monkeypatch.setattr("outpace.policies.controller.costs.load_or_measure", load_or_measure)
     model = Model(ToyLM(), name="toy")
     for _ in range(2):
         model.generate([1, 2, 3], max_tokens=5)
@@ -274,33 +274,33 @@ def test_what_costs_depend_on() -> None:
 def test_a_kind_that_was_seldom_seen_takes_after_its_like() -> None:
     calibrator = AcceptanceModel()
     sure, unsure = kind("suffix", 0.9, 1), kind("suffix", 0.1, 1)
-    assert calibrator.chance(sure) > 0.7 > 0.2 > calibrator.chance(unsure)
-    assert calibrator.chance(kind("own", None, 1)) < 0.3  # of one that says nothing little is hoped
+    assert calibrator.prob(sure) > 0.7 > 0.2 > calibrator.prob(unsure)
+    assert calibrator.prob(kind("own", None, 1)) < 0.3  # of one that says nothing little is hoped
     deeper, other = kind("suffix", 0.9, 3), kind("ngram", 0.9, 1)
-    before = calibrator.chance(deeper), calibrator.chance(other)
+    before = calibrator.prob(deeper), calibrator.prob(other)
     for _ in range(50):
         calibrator.learn(sure, False)
-    assert calibrator.chance(sure) < 0.02
-    assert calibrator.chance(sure) < calibrator.chance(deeper) < before[0] / 2  # the same source, as sure
-    assert calibrator.chance(other) == before[1]
+    assert calibrator.prob(sure) < 0.02
+    assert calibrator.prob(sure) < calibrator.prob(deeper) < before[0] / 2  # the same source, as sure
+    assert calibrator.prob(other) == before[1]
     for _ in range(400):  # the world changes
         calibrator.learn(sure, True)
-    assert calibrator.chance(sure) > 0.85
+    assert calibrator.prob(sure) > 0.85
 
 
 def test_a_request_is_as_others_are_until_it_shows_otherwise() -> None:
     local = RequestBias()
-    assert local.chance(0.3) == pytest.approx(0.3)
+    assert local.prob(0.3) == pytest.approx(0.3)
     local.learn(1, 1, 0.3)
-    first = local.chance(0.3)
+    first = local.prob(0.3)
     assert 0.3 < first < 0.6
     for _ in range(20):
         local.learn(1, 1, 0.3)
-    assert local.chance(0.3) > 0.8
+    assert local.prob(0.3) > 0.8
     for _ in range(40):
         local.learn(1, 0, 0.3)
-    assert local.chance(0.3) < 0.2
-    assert local.chance(0.0) == 0.0 and local.chance(1.0) == 1.0
+    assert local.prob(0.3) < 0.2
+    assert local.prob(0.0) == 0.0 and local.prob(1.0) == 1.0
 
 
 def test_what_was_not_verified_is_judged_by_the_text() -> None:
@@ -311,15 +311,15 @@ def test_what_was_not_verified_is_judged_by_the_text() -> None:
     tree.add(wrong, 4, source="b")
     kinds = [kind(tree.sources.get(node, ""), 0.5, 1) for node in range(len(tree))]
     memory.add(Proposal(tree, kinds, [0.5] * len(tree)), 4)
-    prior = calibrator.chance(kinds[right])
+    prior = calibrator.prob(kinds[right])
     memory.judge(1, calibrator, None)
-    assert calibrator.chance(kinds[right]) > prior > calibrator.chance(kinds[wrong])
-    assert memory.of("a").judged == memory.of("b").judged == 1
+    assert calibrator.prob(kinds[right]) > prior > calibrator.prob(kinds[wrong])
+    assert memory.bias("a").judged == memory.bias("b").judged == 1
     memory.judge(
         9, calibrator, None
     )  # the next pass: what stood under `right` was wrong, under `wrong` nothing is known
-    assert memory.of("a").right == pytest.approx(0.97, abs=0.01) and memory.of("a").judged > 1.9
-    assert memory.of("b").judged == 1 and not memory.proposals
+    assert memory.bias("a").right == pytest.approx(0.97, abs=0.01) and memory.bias("a").judged > 1.9
+    assert memory.bias("b").judged == 1 and not memory.proposals
     assert kinds[below] == kinds[right]
 
 
@@ -332,7 +332,7 @@ def test_the_levels_of_a_draft_model_are_judged_by_depth() -> None:
     for token in (10, 77):
         memory.judge(token, calibrator, "draft")
     assert memory.level(calibrator, "draft", 1) > memory.level(calibrator, "draft", 2)
-    assert calibrator.chance(level("draft", 1)) > before[0] * 0.95 and memory.level(calibrator, "draft", 2) < before[1]
+    assert calibrator.prob(level("draft", 1)) > before[0] * 0.95 and memory.level(calibrator, "draft", 2) < before[1]
 
 
 def test_drift_follows_the_clock_by_size() -> None:
@@ -367,10 +367,10 @@ def test_all_when_free_and_none_when_too_dear() -> None:
 
 def test_the_likeliest_of_a_tree_are_taken_with_their_parents() -> None:
     tree = Tree([2])
-    poor = tree.add(0, 5, chance=0.1)
-    tree.add(poor, 6, chance=0.99)  # sure only if its parent is right
-    good = tree.add(0, 7, chance=0.9)
-    tree.add(good, 8, chance=0.9)
+    poor = tree.add(0, 5, prob=0.1)
+    tree.add(poor, 6, prob=0.99)  # sure only if its parent is right
+    good = tree.add(0, 7, prob=0.9)
+    tree.add(good, 8, prob=0.9)
     found = kept(Costs(((1, 1.0), (3, 1.05), (4, 5.0), (64, 99.0))), [tree])[0]
     assert found.tokens == [2, 7, 8] and found.parents == [-1, 0, 1]
     narrow = kept(FLAT, [tree], Budget(4, 4, 1))[0]  # a target that scores only chains: the likeliest one
@@ -388,12 +388,12 @@ def test_guesses_of_a_batch_are_pooled() -> None:
     assert len(kept(costs, [chain(0.9, 0.9)], rows=8)[0]) == 1  # others' rows count, whatever their policy
 
 
-def test_what_was_drawn_from_a_law_is_not_dropped() -> None:
-    tree = Tree([2], probs={0: torch.ones(64) / 64, 1: torch.ones(64) / 64})
+def test_what_was_drawn_from_a_distribution_is_not_dropped() -> None:
+    tree = Tree([2], proposals={0: torch.ones(64) / 64, 1: torch.ones(64) / 64})
     tree.add(0, 5, Signal(0.01, 4.0))
     tree.add(1, 6, Signal(0.01, 4.0))
     found = kept(STEEP, [tree])[0]
-    assert found.tokens == [2, 5, 6] and set(found.probs) == {0, 1}
+    assert found.tokens == [2, 5, 6] and set(found.proposals) == {0, 1}
 
 
 def test_without_costs_it_is_the_drafters_own_budget() -> None:
@@ -484,7 +484,7 @@ def test_unverified_guesses_teach(clock: Time) -> None:
     steps, model = run(Script(new(12) * 12, dear, clock), 30, method=Copies(), policy="auto")
     assert kept_at(steps, 0, 2) == 0 and kept_at(steps, 50, 100) > 5
     policy = next(p for p in model._methods.values() if isinstance(p, Controller))
-    assert policy._calibrator.chance(kind("", None, 1)) > 0.7
+    assert policy._calibrator.prob(kind("", None, 1)) > 0.7
 
 
 def test_a_draft_that_is_never_right_is_asked_rarely(clock: Time) -> None:
@@ -562,13 +562,13 @@ def test_auto_with_a_draft_asks_it_only_while_retrieval_does_not_do(clock: Time)
 
 def test_merged_trees_share_what_they_agree_on() -> None:
     one, two = Tree([0]), Tree([0])
-    one.add(0, 1, source="one: part", chance=0.5)
-    two.add(two.add(0, 1, Signal(0.6, 0.1), chance=0.6), 2, Signal(0.7, 0.1))
-    two.add(0, 3, chance=0.2)
+    one.add(0, 1, source="one: part", prob=0.5)
+    two.add(two.add(0, 1, Signal(0.6, 0.1), prob=0.6), 2, Signal(0.7, 0.1))
+    two.add(0, 3, prob=0.2)
     found = merge(one, two, "two")
     assert (found.tokens, found.parents) == ([0, 1, 2, 3], [-1, 0, 1, 0])
     assert found.sources == {1: "one: part", 2: "two", 3: "two"}
-    assert found.chances == pytest.approx({1: 0.8, 2: 0.7, 3: 0.2})
+    assert found.probs == pytest.approx({1: 0.8, 2: 0.7, 3: 0.2})
     assert found.signals == {1: Signal(0.6, 0.1), 2: Signal(0.7, 0.1)}
 
 
@@ -583,7 +583,7 @@ def test_the_policy_that_goes_with_a_method(toy: Model, toy_draft: LM) -> None:
     from outpace.api.request import Request
 
     def policy(**given: Any) -> type[Policy]:
-        return type(toy.sequence(Request.of([1, 2], given)).policy)
+        return type(toy.sequence(Request.from_keywords([1, 2], given)).policy)
 
     assert policy() is policy(draft=toy_draft) is policy(method="suffix", policy="auto") is Controller
     assert policy(method="suffix") is policy(policy="fixed") is Policy
@@ -680,7 +680,7 @@ def test_requests_rest_together_and_longer_where_asking_keeps_passes_from_beginn
         budgets = policy.budgets(there, len(there))
         for seq, budget, passes in zip(there, budgets, asked, strict=False):
             passes += [now] * (budget.depth > 0)
-            assert policy.idle(seq) == (seq.memory(policy, RequestState).rest.left > 0)
+            assert policy.idle(seq) == (seq.state(policy, RequestState).rest.left > 0)
         policy.select(there, [chain(0.001) if b.depth else Tree([2]) for b in budgets], budgets, len(there))
     late = [[now for now in passes if now >= 100] for passes in asked]
     assert all(found == late[0] for found in late)

@@ -56,7 +56,7 @@ def tree_of(paths: dict[tuple[int, ...], float]) -> Tree:
     tree = Tree([0])
     for path, chance in paths.items():
         node = tree.walk([0, *path[:-1]])[-1]
-        tree.add(node, path[-1], chance=chance)
+        tree.add(node, path[-1], prob=chance)
     return tree
 
 
@@ -91,7 +91,7 @@ def test_a_template_holds_the_likeliest_paths_with_their_parents(ranks: list[lis
     for slot in slots:
         above = (1.0, ()) if slot.parent < 0 else (reach[slot.parent], paths[slot.parent])
         assert slot.depth == len(above[1]) + 1 <= len(ranks)
-        reach.append(above[0] * slot.chance)
+        reach.append(above[0] * slot.prob)
         paths.append((*above[1], slot.rank))
     assert len(set(paths)) == len(paths)
     assert all(a >= b - 1e-12 for a, b in pairwise(reach))
@@ -152,7 +152,7 @@ def test_the_budget_is_kept_and_both_sides_are_named(toy: Model, toy_draft: LM) 
     drafter.close(seq)
     assert len(tree) == 25
     assert set(tree.sources.values()) == {"draft", "graft: retrieved"} and drafter.model_source == "draft"
-    assert all(node in tree.chances or node in tree.signals for node in range(1, 25))
+    assert all(node in tree.probs or node in tree.signals for node in range(1, 25))
     assert len(drafter.propose(sequence(PROMPTS[1], drafter), Budget(3, 7, 3))) == 8
 
 
@@ -186,20 +186,20 @@ def test_a_draft_stops_drafting_at_a_gate() -> None:
 
 
 class Drawn(Drafter):
-    """A chain that says from which law it was drawn."""
+    """A chain that says from which distribution it was drawn."""
 
     name = "drawn"
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         tree = tree_of({(1,): 0.01, (1, 2): 0.01})
-        tree.probs[0] = torch.full((64,), 1 / 64)
+        tree.proposals[0] = torch.full((64,), 1 / 64)
         return tree
 
 
 def test_drawn_guesses_are_neither_dropped_nor_joined(toy: Model, toy_draft: LM) -> None:
     drafter = registry.method("graft", inner=Drawn())
     tree = drafter.propose(sequence([3, 4, 0], drafter), drafter.shape)
-    assert tree.tokens == [0, 1, 2] and list(tree.probs) == [0]
+    assert tree.tokens == [0, 1, 2] and list(tree.proposals) == [0]
     given = dict(verifier="residual", temperature=1.0, max_tokens=30, seed=4)
     found = toy.generate(PROMPTS, method="graft", inner="draft:width=2,depth=3", draft=toy_draft, **given)
     assert all(done.lossless and done.stats.accepted for done in found)
@@ -297,7 +297,7 @@ def test_a_calibrated_graft_is_lossless_and_stops(traced: Traced, tmp_path: Path
     path, model, draft = tmp_path / "c.json", Model(ToyLM(3)), ToyLM(2)
     found = calibrate([traced.trace], nodes=24, level=0.5)
     tuning_file.write(path, {"graft": found.grafting.to_dict()})
-    assert Grafting.of(tuning_file.section(path, "graft")) == found.grafting
+    assert Grafting.from_section(tuning_file.section(path, "graft")) == found.grafting
     given = dict(method="graft", inner="draft:width=3,depth=6,nodes=18", draft=draft, nodes=24, max_tokens=40)
     plain = [model.generate(prompt, method="plain", max_tokens=40).tokens for prompt in PROMPTS]
     deepest = {}

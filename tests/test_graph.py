@@ -133,7 +133,7 @@ def texts_of(sides: tuple[Model, Model], settings: list[dict[str, Any]]) -> list
     texts = []
     for side in sides:
         engine = Engine(side.lm, max_batch=3)  # some join when others have left
-        seqs = [side.sequence(Request.of(p, s)) for p, s in zip(PROMPTS, settings, strict=True)]
+        seqs = [side.sequence(Request.from_keywords(p, s)) for p, s in zip(PROMPTS, settings, strict=True)]
         for seq in seqs:
             engine.submit(seq)
         assert list(engine.run())
@@ -193,7 +193,7 @@ def test_a_pass_is_begun_only_behind_the_rows_last_one(model: Model) -> None:
 def test_a_rule_that_kernels_do_not_know_is_left_to_the_host(model: Model, slow: Model) -> None:
     texts = []
     for side in (model, slow):
-        seq = side.sequence(Request.of([1, 2, 3], {"method": "plain", "temperature": 0.9, "max_tokens": 12}))
+        seq = side.sequence(Request.from_keywords([1, 2, 3], {"method": "plain", "temperature": 0.9, "max_tokens": 12}))
         seq.sampler = Sampler(seq.sampler.sampling, rule="inverse_cdf")
         engine = Engine(side.lm)
         engine.submit(seq)

@@ -341,8 +341,8 @@ def test_choice_is_the_samplers(vocab: int, dtype: torch.dtype) -> None:
         want = [s.choose(row, [0] * p) for s, row, p in zip(samplers, logits, positions, strict=True)]
         assert tokens.tolist() == want
         assert torch.equal(best, logits.max(1).values.float()) and sure.all()
-        laws = [s.shape(row, [0]).double().softmax(0) for s, row in zip(samplers, logits, strict=True)]
-        held = torch.stack([law[token] for law, token in zip(laws, want, strict=True)])
+        distributions = [s.shape(row, [0]).double().softmax(0) for s, row in zip(samplers, logits, strict=True)]
+        held = torch.stack([distribution[token] for distribution, token in zip(distributions, want, strict=True)])
         torch.testing.assert_close(prob.double(), held, atol=1e-5, rtol=1e-4)
 
 
@@ -397,8 +397,10 @@ def test_choice_among_what_filters_leave_is_the_samplers(dtype: torch.dtype, tem
         assert found[3].all()
         assert found[0].tolist() == [s.choose(x, [0] * p) for s, x, p in zip(samplers, logits, positions, strict=True)]
         assert torch.equal(found[1].float(), logits.amax(1).float())
-        laws = [s.law(x, [0])[int(token)] for s, x, token in zip(samplers, logits, found[0], strict=True)]
-        torch.testing.assert_close(found[2], torch.stack(laws), atol=1e-5, rtol=1e-4)
+        distributions = [
+            s.distribution(x, [0])[int(token)] for s, x, token in zip(samplers, logits, found[0], strict=True)
+        ]
+        torch.testing.assert_close(found[2], torch.stack(distributions), atol=1e-5, rtol=1e-4)
 
 
 SURE: list[tuple[dict[str, Any], str]] = [

@@ -109,7 +109,7 @@ def test_toy_batch_of_everything(toy: Model, toy_draft: LM) -> None:
             given = {**setting, "max_tokens": 10 + 7 * ((i + j) % 3)}
             prompt = PROMPTS[(i + j) % len(PROMPTS)]
             policy = f"fixed:depth={1 + (i + 2 * j) % 5}"
-            rows.append(Request.of(prompt, {**settings_of(name, toy_draft), "policy": policy, **given}))
+            rows.append(Request.from_keywords(prompt, {**settings_of(name, toy_draft), "policy": policy, **given}))
             alone.append(toy.generate(prompt, method="plain", **given).tokens)
     assert tokens(toy.generate(rows)) == alone
 

@@ -491,14 +491,14 @@ class Guesses(Drafter):
     """A chain and a side branch, as sure as they are given."""
 
     shape = Budget(depth=4, nodes=8, width=2)
-    chances: tuple[float, ...] = (0.9, 0.6, 0.2, 0.8)
+    probs: tuple[float, ...] = (0.9, 0.6, 0.2, 0.8)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         tree = Tree([seq.tokens[-1]])
-        for depth, chance in enumerate(self.chances):
-            tree.add(depth, 10 + depth, chance=chance)
-        tree.add(0, 20, chance=0.1)
-        tree.add(len(tree) - 1, 21, chance=0.9)
+        for depth, chance in enumerate(self.probs):
+            tree.add(depth, 10 + depth, prob=chance)
+        tree.add(0, 20, prob=0.1)
+        tree.add(len(tree) - 1, 21, prob=0.9)
         return tree
 
 
@@ -520,7 +520,7 @@ def test_a_policy_that_looks_cuts_what_was_drafted_at_once() -> None:
     silent = Tree.chain([1, 10, 11])
     assert kept(Confidence(threshold=0.99), silent) == [10, 11]
     drawn = drafter.propose(sequence(drafter), budget)
-    drawn.probs[0] = torch.full((64,), 1 / 64)
+    drawn.proposals[0] = torch.full((64,), 1 / 64)
     assert kept(Confidence(threshold=0.95), drawn) == drawn.tokens[1:]  # what was drawn may not be dropped
 
 

@@ -29,8 +29,8 @@ from outpace.sampling.sampler import Sampler
 from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
 from outpace.verifiers import residual
-from outpace.verify import distribution as law, judge
-from outpace.verify.expected import expected_law
+from outpace.verify import distribution as distribution, judge
+from outpace.verify.expected import expected_distribution
 from outpace.verify.lossy import is_right, kl_divergence
 from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check
@@ -111,15 +111,15 @@ class Lenient(verify.Match):
 
 @dataclass(frozen=True)
 class Biased(residual.Residual):
-    """Rejection without the residual: after a rejection it draws from the whole law again."""
+    """Rejection without the residual: after a rejection it draws from the whole distribution again."""
 
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
         chance, path, start = residual.KeyedRandom(seq, [0]), [ROOT], len(seq.tokens)
         while True:
             node = path[-1]
-            law = seq.sampler.law(scores.logits[node], seq.tokens)
-            guessed = [child for child in tree.children(node) if chance.flip(float(law[tree.tokens[child]]))]
-            token = tree.tokens[guessed[0]] if guessed else chance.draw(law)
+            distribution = seq.sampler.distribution(scores.logits[node], seq.tokens)
+            guessed = [child for child in tree.children(node) if chance.flip(float(distribution[tree.tokens[child]]))]
+            token = tree.tokens[guessed[0]] if guessed else chance.draw(distribution)
             path += guessed[:1]
             if seq.push(token, scores.logits, node) or not guessed:
                 return Step(tree, path, seq.tokens[start:], path)
@@ -154,7 +154,7 @@ class Claiming(Draft):
     """Guesses its likeliest token and claims to have drawn it: what several engines do under rejection sampling."""
 
     def _children(self, growth: Any, node: int, logits: Tensor) -> Any:
-        super()._children(growth, node, logits)  # leaves the law in the tree
+        super()._children(growth, node, logits)  # leaves the distribution in the tree
         greedy = TreeGrowth(replace_sampler(growth.seq), growth.budget, growth.scored, growth.reach)
         return super()._children(greedy, node, logits)
 
@@ -177,7 +177,7 @@ def test_a_wrong_acceptance_rule(toy: Model, toy_draft: LM) -> None:
     lenient = {"method": "draft", "draft": toy_draft, "verifier": Lenient()}
     caught(toy, lenient, "greedy = plain")
     caught(toy, lenient, "every token")
-    caught(toy, {"method": "recycling", "verifier": Biased()}, "sampled law", **MANY)
+    caught(toy, {"method": "recycling", "verifier": Biased()}, "sampled distribution", **MANY)
 
 
 def test_a_wrong_mask(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,14 +229,14 @@ def test_streams_that_lose_what_came_while_another_was_read(toy: Model, monkeypa
     caught(toy, {"method": "suffix"}, "callers = alone")
 
 
-def test_a_draft_that_claims_a_law_it_did_not_draw_from(toy: Model, toy_draft: LM) -> None:
-    caught(toy, {"method": Claiming(toy_draft), "verifier": "residual"}, "sampled law", **MANY)
+def test_a_draft_that_claims_a_distribution_it_did_not_draw_from(toy: Model, toy_draft: LM) -> None:
+    caught(toy, {"method": Claiming(toy_draft), "verifier": "residual"}, "sampled distribution", **MANY)
 
 
 @pytest.mark.parametrize("method", ["plain", "recycling"])
 def test_a_sampler_that_ignores_top_p(method: str, toy: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample, "_top_p", lambda logits, mass: logits)
-    caught(toy, {"method": method}, "sampled law")
+    caught(toy, {"method": method}, "sampled distribution")
 
 
 def test_a_sampler_that_ignores_the_temperature(toy: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_a_sampler_that_ignores_the_temperature(toy: Model, monkeypatch: pytest.
         return right(self, logits * 1.5 if not self.greedy else logits, prefix)
 
     monkeypatch.setattr(Sampler, "shape", cold)
-    caught(toy, {"method": "suffix"}, "sampled law", **MANY)
+    caught(toy, {"method": "suffix"}, "sampled distribution", **MANY)
 
 
 def test_noise_that_depends_on_the_pass(toy: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_noise_that_depends_on_the_pass(toy: Model, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(noise_rule, "gumbel", fresh)
     found = check(toy, Subject("recycling", {"method": "recycling"}))
     assert "recycling: same seed = plain" in failures(found)
-    assert "recycling: sampled law" not in failures(found)  # each token is still a draw from the law
+    assert "recycling: sampled distribution" not in failures(found)  # each token is still a draw from the distribution
 
 
 # How ties are told from bugs, and what the numbers mean.
@@ -281,35 +281,35 @@ def test_an_answer_that_ends_early_is_never_a_tie(toy: Model) -> None:
     assert found is not None and not found.explained and (found.position, found.got) == (5, -1)
 
 
-def counts(drawn: dict[int, int], expected: list[float], native: list[float] | None = None) -> law.Counts:
+def counts(drawn: dict[int, int], expected: list[float], native: list[float] | None = None) -> distribution.Counts:
     probs = torch.tensor(expected, dtype=torch.float64)
     other = torch.tensor(native, dtype=torch.float64) if native else probs
-    return law.Counts(0, [], law.Counter(drawn), probs, other, 0)
+    return distribution.Counts(0, [], distribution.Counter(drawn), probs, other, 0)
 
 
 def test_chi_squared_agrees_with_scipy() -> None:
     from scipy.stats import chisquare
 
-    found = law.chi_squared(counts({0: 55, 1: 25, 2: 20}, [0.5, 0.3, 0.2]), 0.01)
+    found = distribution.chi_squared(counts({0: 55, 1: 25, 2: 20}, [0.5, 0.3, 0.2]), 0.01)
     theirs = chisquare([55, 25, 20], [50, 30, 20])
     assert (found.chi2, found.p) == (pytest.approx(theirs.statistic), pytest.approx(theirs.pvalue))
 
 
 def test_the_model_s_own_rounding_is_granted() -> None:
     drawn = {0: 5400, 1: 4600}
-    assert law.chi_squared(counts(drawn, [0.5, 0.5]), 0.001).p < 1e-10
-    assert law.chi_squared(counts(drawn, [0.5, 0.5], native=[0.53, 0.47]), 0.001).p > 0.5
+    assert distribution.chi_squared(counts(drawn, [0.5, 0.5]), 0.001).p < 1e-10
+    assert distribution.chi_squared(counts(drawn, [0.5, 0.5], native=[0.53, 0.47]), 0.001).p > 0.5
 
 
 def test_the_stated_power_holds() -> None:
     generator = torch.Generator().manual_seed(0)
     size, alpha = 400, 0.01
-    effect = law.chi_squared(counts({0: 200, 1: 200}, [0.5, 0.5]), alpha).effect  # of 400 draws
+    effect = distribution.chi_squared(counts({0: 200, 1: 200}, [0.5, 0.5]), alpha).effect  # of 400 draws
     shifted = 0.5 + effect / 2  # two even bins that are off by d have w = 2 d
     rejected = 0
     for _ in range(400):
         heads = int((torch.rand(size, generator=generator) < shifted).sum())
-        rejected += law.chi_squared(counts({0: heads, 1: size - heads}, [0.5, 0.5]), alpha).p < alpha
+        rejected += distribution.chi_squared(counts({0: heads, 1: size - heads}, [0.5, 0.5]), alpha).p < alpha
     assert 0.84 < rejected / 400 < 0.95
 
 
@@ -319,14 +319,14 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
     p = []
     for _ in range(500):
         drawn = torch.multinomial(probs, 300, replacement=True, generator=generator)
-        p.append(law.chi_squared(counts(dict(law.Counter(drawn.tolist())), probs.tolist()), 0.05).p)
+        p.append(distribution.chi_squared(counts(dict(distribution.Counter(drawn.tolist())), probs.tolist()), 0.05).p)
     assert 0.02 < sum(value < 0.05 for value in p) / 500 < 0.09
 
 
 def test_holm() -> None:
-    assert law.holm([0.5, 0.001, 0.03], 0.05) == 1  # 0.03 > 0.05 / 2
-    assert law.holm([0.01, 0.001, 0.02], 0.05) == 3
-    assert law.holm([], 0.05) == 0
+    assert distribution.holm([0.5, 0.001, 0.03], 0.05) == 1  # 0.03 > 0.05 / 2
+    assert distribution.holm([0.01, 0.001, 0.02], 0.05) == 3
+    assert distribution.holm([], 0.05) == 0
 
 
 @pytest.mark.parametrize(
@@ -338,18 +338,20 @@ def test_holm() -> None:
         Sampling(temperature=1.0, logit_bias={3: 2.0, 5: -4.0}),
     ],
 )
-def test_the_expected_law_is_that_of_the_sampler(sampling: Sampling, toy: Model) -> None:
+def test_the_expected_distribution_is_that_of_the_sampler(sampling: Sampling, toy: Model) -> None:
     text = [1, 2, 3, 4, 3]
     request = {"method": "plain", **vars(sampling)}
     sampler = toy.sequence(outpace_request(text[:2], request)).sampler
     logits = toy.lm.reference().precise(text, 1)[0]
-    assert torch.allclose(expected_law(logits, text, 2, sampling), sampler.law(logits, text), atol=1e-12)
+    assert torch.allclose(
+        expected_distribution(logits, text, 2, sampling), sampler.distribution(logits, text), atol=1e-12
+    )
 
 
 def outpace_request(prompt: list[int], settings: dict[str, Any]) -> Any:
     from outpace.api.request import Request
 
-    return Request.of(prompt, settings)
+    return Request.from_keywords(prompt, settings)
 
 
 def test_a_lossy_method_has_a_price(toy: Model, toy_draft: LM) -> None:

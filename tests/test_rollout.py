@@ -1,4 +1,5 @@
-"""Rollouts: their log-probabilities are those of a teacher-forced pass, their law is the target's, weights may move."""
+"""Rollouts: their log-probabilities are those of a teacher-forced pass, their distribution is the target's, weights may
+move."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from outpace.models.hf.lm import TransformersLM
 from outpace.models.kernels import cpu
 from outpace.sampling.settings import Sampling
 from outpace.testing import ByteTokenizer, ToyLM
-from outpace.verify.distribution import sampled_law
-from outpace.verify.expected import expected_law
+from outpace.verify.distribution import sampled_distribution
+from outpace.verify.expected import expected_distribution
 from outpace.verify.plan import Subject, VerifyPlan
 from tests.tiny_models import GROUPED, build
 
@@ -53,8 +54,8 @@ def judged(rolled: Rollout, model: Model, sampling: Sampling) -> list[float]:
     """What a pass over the finished text says of its tokens, by Transformers' own processors."""
     start, text = len(rolled.prompt_tokens), rolled.prompt_tokens + rolled.tokens
     logits = model.lm.reference().native(text[:-1], len(rolled.tokens))
-    laws = [expected_law(row, text[: start + i], start, sampling) for i, row in enumerate(logits)]
-    return [float(law[token].log()) for law, token in zip(laws, rolled.tokens, strict=True)]
+    distributions = [expected_distribution(row, text[: start + i], start, sampling) for i, row in enumerate(logits)]
+    return [float(distribution[token].log()) for distribution, token in zip(distributions, rolled.tokens, strict=True)]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -80,11 +81,11 @@ def test_on_a_transformers_model() -> None:
     for r in outpace.rollout(lm, PROMPTS, 3, head="random", temperature=1.3, max_tokens=10, seed=5):
         text = torch.tensor([r.prompt_tokens + r.tokens])
         with torch.no_grad():
-            laws = (model(input_ids=text).logits[0, -len(r.tokens) - 1 : -1] / 1.3).log_softmax(-1)
+            distributions = (model(input_ids=text).logits[0, -len(r.tokens) - 1 : -1] / 1.3).log_softmax(-1)
         assert torch.allclose(
-            laws[range(len(r.tokens)), r.tokens], torch.tensor(r.logprobs, dtype=torch.float64), atol=1e-9
+            distributions[range(len(r.tokens)), r.tokens], torch.tensor(r.logprobs, dtype=torch.float64), atol=1e-9
         )
-        entropies = torch.special.entr(laws.exp()).sum(-1)
+        entropies = torch.special.entr(distributions.exp()).sum(-1)
         assert torch.allclose(entropies, torch.tensor(r.entropies, dtype=torch.float64), atol=1e-9)
 
 
@@ -113,21 +114,21 @@ def test_ends_texts_and_wrong_settings(toy: Model) -> None:
         outpace.rollout(toy, PROMPTS, temprature=3)
 
 
-# The law: guesses are drawn from the head's own, and what is kept of them is drawn from the target's.
+# The distribution: guesses are drawn from the head's own, and what is kept of them is drawn from the target's.
 
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 @pytest.mark.parametrize(
     "options", [{}, {"width": 3, "nodes": 9}, {"ids": True}], ids=["chain", "tree", "own vocabulary"]
 )
-def test_residual_keeps_the_law_over_a_head(kind: str, options: dict[str, Any]) -> None:
+def test_residual_keeps_the_distribution_over_a_head(kind: str, options: dict[str, Any]) -> None:
     model = Model(ToyLM(layers=2, vocab=8))
     given = {"width": 1, **options}
     known = torch.tensor([0, 2, 3, 5, 6]) if given.pop("ids", False) else None
     head = store.fresh(kind, model.lm, known, own_output=True)
     subject = Subject(kind, {"method": kind, "head": head, "depth": 2, "verifier": "residual", **given})
     plan = VerifyPlan(model, LONG, samples=400, contexts=1, sampling=Sampling(temperature=1.5, top_p=0.95, seed=2))
-    found = sampled_law(plan, subject)
+    found = sampled_distribution(plan, subject)
     assert found.verdict == "pass", found.summary
     assert found.figures["tests"] >= 3
     drawn = outpace.rollout(model, LONG, 20, **subject.settings, temperature=1.5, max_tokens=6)
@@ -151,8 +152,8 @@ def test_rollouts_are_of_the_weights_as_they_are_now() -> None:
     assert [r.tokens for r in after] == [r.tokens for r in fresh]
     for r in after:
         with torch.no_grad():
-            laws = model(input_ids=torch.tensor([r.prompt_tokens + r.tokens])).logits[0].log_softmax(-1)
-        expected = laws[range(len(r.prompt_tokens) - 1, len(laws) - 1), r.tokens]
+            distributions = model(input_ids=torch.tensor([r.prompt_tokens + r.tokens])).logits[0].log_softmax(-1)
+        expected = distributions[range(len(r.prompt_tokens) - 1, len(distributions) - 1), r.tokens]
         assert torch.allclose(expected, torch.tensor(r.logprobs), atol=1e-4)
 
 

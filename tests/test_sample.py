@@ -1,4 +1,5 @@
-"""Sampling: filters and penalties against Transformers' own, noise against its law, choices against softmax."""
+"""Sampling: filters and penalties against Transformers' own, noise against its distribution, choices against
+softmax."""
 
 from __future__ import annotations
 
@@ -55,9 +56,11 @@ def random_logits(seed: int, vocab: int = VOCAB, ties: bool = False) -> Tensor:
     return logits.round() if ties else logits
 
 
-def fits(counts: Counter[Any], law: dict[tuple[int, ...], float] | list[float]) -> bool:
-    """Chi-squared test of counts against a law; what the law excludes must not occur."""
-    pairs: list[tuple[Any, float]] = list(law.items() if isinstance(law, dict) else enumerate(law))
+def fits(counts: Counter[Any], distribution: dict[tuple[int, ...], float] | list[float]) -> bool:
+    """Chi-squared test of counts against a distribution; what the distribution excludes must not occur."""
+    pairs: list[tuple[Any, float]] = list(
+        distribution.items() if isinstance(distribution, dict) else enumerate(distribution)
+    )
     total = counts.total()
     assert all(not counts[key] for key, prob in pairs if prob == 0)
     assert {key for key, _ in pairs} >= set(counts)
@@ -316,7 +319,7 @@ def test_greedy_is_the_first_largest() -> None:
     sampler = Sampler(Sampling(seed=5))
     assert sampler.greedy and sampler.plain
     assert sampler.choose(torch.tensor([0.0, 2.0, 1.0, 2.0]), [1]) == 1
-    assert sampler.law(torch.tensor([0.0, 2.0, 1.0, 2.0]), [1]).tolist() == [0, 1, 0, 0]
+    assert sampler.distribution(torch.tensor([0.0, 2.0, 1.0, 2.0]), [1]).tolist() == [0, 1, 0, 0]
     assert ranked(sampler, torch.tensor([0.0, 3.0, 1.0, 2.0]), 1)[:3] == [1, 3, 2]
     forbid = Sampler(Sampling(), [Banned(((1,),))])
     assert not forbid.plain and forbid.choose(torch.tensor([0.0, 2.0, 1.0]), [1]) == 2
@@ -353,8 +356,8 @@ def test_choices_follow_softmax(sampling: Sampling) -> None:
     logits, prefix = random_logits(3) / 2, [1, 4]
     processors = build(sampling, Constraints(), 1, VOCAB)
     warped = _processed(sampling, prefix, logits).softmax(-1).tolist()
-    law = Sampler(sampling, processors).law(logits, prefix)
-    torch.testing.assert_close(law, torch.tensor(warped, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    distribution = Sampler(sampling, processors).distribution(logits, prefix)
+    torch.testing.assert_close(distribution, torch.tensor(warped, dtype=torch.float64), rtol=1e-9, atol=1e-12)
     counts = Counter(Sampler(replace(sampling, seed=s), processors).choose(logits, prefix) for s in range(3000))
     assert fits(counts, warped)
 
@@ -390,13 +393,13 @@ def ranked(sampler: Sampler, shaped: Tensor, position: int, salt: int = 0) -> li
 def test_noised_order_is_a_draw_without_replacement() -> None:
     probs = [0.45, 0.3, 0.15, 0.1, 0.0]
     shaped = torch.tensor(probs).log()
-    law = {(a, b): probs[a] * probs[b] / (1 - probs[a]) for a in range(4) for b in range(4) if a != b}
+    distribution = {(a, b): probs[a] * probs[b] / (1 - probs[a]) for a in range(4) for b in range(4) if a != b}
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(4000):
         order = ranked(Sampler(Sampling(1.0, seed=seed)), shaped, 2)
         counts[order[0], order[1]] += 1
         assert sorted(order) == [0, 1, 2, 3]
-    assert fits(counts, law)
+    assert fits(counts, distribution)
 
 
 def test_noise_stays_with_its_token_when_others_are_filtered() -> None:
@@ -430,7 +433,7 @@ def test_non_finite_logits_name_the_position(bad: float, temperature: float) -> 
     with pytest.raises(RequestFailed, match="non-finite logits at position 3"):
         sampler.choose(torch.tensor([0.0, bad, 1.0]), [5, 6, 7])
     with pytest.raises(RequestFailed, match="position 2"):
-        sampler.law(torch.full((4,), -math.inf), [5, 6])
+        sampler.distribution(torch.full((4,), -math.inf), [5, 6])
     assert sampler.choose(torch.tensor([-math.inf, 1.0, -math.inf]), [5]) == 1  # a model may exclude tokens
 
 

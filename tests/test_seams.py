@@ -40,7 +40,7 @@ PROMPT = [1, 2, 3, 4, 1, 2, 3]
 def run(model: Model, prompt: list[int], change: Any = lambda seq: None, **settings: Any) -> Sequence:
     """One request through an engine of its own, changed before it is submitted."""
     engine = Engine(model.lm)
-    seq = model.sequence(Request.of(prompt, {"max_tokens": 12, **settings}))
+    seq = model.sequence(Request.from_keywords(prompt, {"max_tokens": 12, **settings}))
     change(seq)
     engine.submit(seq)
     for _ in engine.run():
@@ -227,7 +227,7 @@ def test_a_long_prompt_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch)
     long, short = [(7 * i) % 60 for i in range(400)], [1, 2, 3]
     lm, plain = Counted(), Model(ToyLM())
     model, engine = Model(lm), Engine(lm)
-    seqs = [model.sequence(Request.of(p, {"method": "plain", "max_tokens": 20})) for p in (short, long)]
+    seqs = [model.sequence(Request.from_keywords(p, {"method": "plain", "max_tokens": 20})) for p in (short, long)]
     engine.submit(seqs[0])
     engine.step()
     engine.submit(seqs[1])
@@ -244,7 +244,9 @@ def test_a_long_prompt_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_prompt_alone_is_fed_at_once() -> None:
     lm = Counted()
-    seq = Model(lm).sequence(Request.of([(3 * i) % 60 for i in range(900)], {"method": "plain", "max_tokens": 2}))
+    seq = Model(lm).sequence(
+        Request.from_keywords([(3 * i) % 60 for i in range(900)], {"method": "plain", "max_tokens": 2})
+    )
     engine = Engine(lm)
     engine.submit(seq)
     engine.step()
@@ -255,7 +257,10 @@ def test_a_request_can_be_cancelled_while_its_prompt_is_fed(monkeypatch: pytest.
     monkeypatch.setattr(scheduler, "PROMPT_TOKENS", 16)
     lm = Counted()
     model, engine = Model(lm), Engine(lm)
-    seqs = [model.sequence(Request.of(p, {"max_tokens": 30})) for p in ([1, 2], [(5 * i) % 60 for i in range(300)])]
+    seqs = [
+        model.sequence(Request.from_keywords(p, {"max_tokens": 30}))
+        for p in ([1, 2], [(5 * i) % 60 for i in range(300)])
+    ]
     for seq in seqs:
         engine.submit(seq)
         engine.step()
@@ -301,14 +306,14 @@ class Blocks(Drafter):
     shape = Budget(0, 0)
 
     def root(self, seq: Sequence) -> Layout:
-        return BlockLayout([seq.tokens[-1], *seq.memory("block", BlockState).tokens])
+        return BlockLayout([seq.tokens[-1], *seq.state("block", BlockState).tokens])
 
 
 class FixTheSurest(Verifier):
     """A diffusion sampler: each pass fixes the mask that the model is surest of; a whole block is committed."""
 
     def verify(self, seq: Sequence, tree: Layout, scores: Scores) -> Step:
-        state = seq.memory("block", BlockState)
+        state = seq.state("block", BlockState)
         fix(state.tokens, scores.logits.all()[1:])
         if MASK in state.tokens:
             return Step(tree, [], [], [])  # a pass that commits nothing
@@ -466,13 +471,15 @@ def test_the_inverse_of_the_distribution_is_drawn() -> None:
     for length in range(1, 4001):
         prefix = [0] * length
         token = sampler.choose(logits, prefix)
-        high = sampler.law(logits, prefix).cumsum(-1)
+        high = sampler.distribution(logits, prefix).cumsum(-1)
         wanted = uniform(9, length, 0) * float(high[-1])
         assert (high[token - 1] if token else 0.0) - 1e-12 <= wanted <= high[token] + 1e-12
         counts[token] += 1
-    law = sampler.law(logits, [0])
-    assert int((law > 0).sum()) == 7 and not counts[law == 0].any()
-    assert float(((counts - 4000 * law) ** 2 / (4000 * law))[law > 0].sum()) < 22.5  # chi squared, 6 degrees, 0.1 %
+    distribution = sampler.distribution(logits, [0])
+    assert int((distribution > 0).sum()) == 7 and not counts[distribution == 0].any()
+    assert (
+        float(((counts - 4000 * distribution) ** 2 / (4000 * distribution))[distribution > 0].sum()) < 22.5
+    )  # chi squared, 6 degrees, 0.1 %
 
 
 @pytest.mark.parametrize("method", ["suffix", "recycling", "draft", "layerskip", "auto"])

@@ -149,7 +149,7 @@ def test_requests_with_other_exits_and_methods_share_a_pass():
             "layerskip:exit=1", "plain", "layerskip:exit=2,width=3", "recycling", "layerskip:skip=1-1", "pruned",
         ]  # fmt: skip
         settings = {"temperature": 0.8, "seed": 3, "max_tokens": 20}
-        rows = [Request.of(text(5 + 9 * i, i), {"method": m, **settings}) for i, m in enumerate(methods)]
+        rows = [Request.from_keywords(text(5 + 9 * i, i), {"method": m, **settings}) for i, m in enumerate(methods)]
         plain = [ours.generate(row.prompt, method="plain", **settings).tokens for row in rows]
         assert tokens(ours.generate(rows)) == plain
 

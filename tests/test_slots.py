@@ -1,4 +1,4 @@
-"""Heads: trees from laws that were guessed at once, and that drafting says what training was told."""
+"""Heads: trees from distributions that were guessed at once, and that drafting says what training was told."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from outpace.models.compiled.cpu import CpuRunner
 from outpace.models.hf.head_lm import HeadLM
 from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
-from outpace.verify.distribution import sampled_law
+from outpace.verify.distribution import sampled_distribution
 from outpace.verify.plan import Subject, VerifyPlan
 from tests.test_branch import paths
 from tests.tiny_models import GROUPED, build
@@ -45,10 +45,10 @@ WARM = {"temperature": 0.9, "seed": 3}
 
 
 def sequence(**given: Any) -> Sequence:
-    return Model(ToyLM()).sequence(Request.of(TOKENS, {"method": "plain", **given}))
+    return Model(ToyLM()).sequence(Request.from_keywords(TOKENS, {"method": "plain", **given}))
 
 
-def laws(count: int, vocab: int = 64, seed: int = 0) -> Tensor:  # [slots, vocab]
+def distributions(count: int, vocab: int = 64, seed: int = 0) -> Tensor:  # [slots, vocab]
     return 2 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -65,7 +65,7 @@ def chances(seq: Sequence, logits: Tensor, width: int) -> list[dict[int, float]]
     found = []
     for slot, row in enumerate(logits):
         (seen,) = ranked_candidates(seq, row[None], [seq.tokens + [0] * slot], width)
-        found.append(dict(zip(seen.tokens, seen.chances, strict=True)))
+        found.append(dict(zip(seen.tokens, seen.probs, strict=True)))
     return found
 
 
@@ -73,7 +73,7 @@ def chances(seq: Sequence, logits: Tensor, width: int) -> list[dict[int, float]]
 def test_best_first_is_the_best_of_all_trees(given: dict[str, Any]) -> None:
     """Of all sets of nodes that hang together, for every size: brute force."""
     for seed in range(3):
-        seq, logits = sequence(**given), laws(3, seed=seed)
+        seq, logits = sequence(**given), distributions(3, seed=seed)
         worth: dict[tuple[int, ...], float] = {(): 1.0}
         for depth, _ in enumerate(logits, 1):
             for path in product(*chances(seq, logits, 2)[:depth]):
@@ -91,22 +91,22 @@ def test_best_first_is_the_best_of_all_trees(given: dict[str, Any]) -> None:
 
 
 def test_a_budget_is_kept_and_nodes_say_how_sure_they_are() -> None:
-    seq, logits = sequence(), laws(4)
+    seq, logits = sequence(), distributions(4)
     tree = parallel_trees.grow(seq, logits, Budget(2, 9, 3))
     assert len(tree) == 10 and max(tree.depths) == 2
     assert max(len(tree.children(node)) for node in range(len(tree))) <= 3
-    law = logits.softmax(-1)
+    distribution = logits.softmax(-1)
     for node in range(1, len(tree)):
         slot = tree.depths[node] - 1
         signal = tree.signals[node]
-        assert signal.prob == pytest.approx(float(law[slot, tree.tokens[node]]))
-        assert signal.entropy == pytest.approx(float(torch.special.entr(law[slot]).sum()))
-        assert signal.top == pytest.approx(law[slot].topk(10).values.tolist())
+        assert signal.prob == pytest.approx(float(distribution[slot, tree.tokens[node]]))
+        assert signal.entropy == pytest.approx(float(torch.special.entr(distribution[slot]).sum()))
+        assert signal.top == pytest.approx(distribution[slot].topk(10).values.tolist())
     assert parallel_trees.grow(seq, logits, Budget(4, 4, 1)).tokens[1:] == logits.argmax(-1).tolist()
 
 
-def test_a_slot_that_knows_the_law_guesses_what_the_target_draws() -> None:
-    seq, logits = sequence(**WARM, top_k=20), laws(5)
+def test_a_slot_that_knows_the_distribution_guesses_what_the_target_draws() -> None:
+    seq, logits = sequence(**WARM, top_k=20), distributions(5)
     chain, prefix = parallel_trees.grow(seq, logits, Budget(5, 5, 1)), list(TOKENS)
     for row, guess in zip(logits, chain.tokens[1:], strict=True):
         assert guess == seq.sampler.choose(row, prefix)
@@ -124,7 +124,7 @@ def test_with_processors_a_slot_depends_on_its_path() -> None:
 
 
 def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
-    seq, logits = sequence(**WARM, verifier="residual"), laws(4)
+    seq, logits = sequence(**WARM, verifier="residual"), distributions(4)
     seen = []
     for passes in range(20):
         seq.stats.passes = passes
@@ -132,19 +132,19 @@ def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
         assert tree.is_chain and len(tree) == 5
         for node in range(4):
             path = [tree.tokens[n] for n in tree.path(node)[1:]]
-            assert torch.equal(tree.probs[node], seq.sampler.law(logits[node], TOKENS + path))
+            assert torch.equal(tree.proposals[node], seq.sampler.distribution(logits[node], TOKENS + path))
         seen.append(tree.tokens)
     assert len(set(map(tuple, seen))) > 10
     unsure = sequence(**WARM, verifier="residual", policy="confidence:threshold=1.0,refit=false")
     assert len(parallel_trees.grow(unsure, logits, Budget(4, 24, 6))) == 2  # stopped behind the draw, which stays
-    assert not parallel_trees.grow(sequence(verifier="residual"), logits, Budget(4, 9, 3)).probs  # nothing is drawn
+    assert not parallel_trees.grow(sequence(verifier="residual"), logits, Budget(4, 9, 3)).proposals  # nothing is drawn
 
 
 @pytest.mark.parametrize("kind", ["medusa", "block"])
-def test_the_law_is_kept_under_residual(kind: str) -> None:
+def test_the_distribution_is_kept_under_residual(kind: str) -> None:
     model = Model(ToyLM(vocab=12))
     plan = VerifyPlan(model, [[1, 2, 3]], max_tokens=5, sampling=Sampling(temperature=1.0), samples=300, contexts=1)
-    check = sampled_law(plan, Subject(kind, {"method": kind, "head": "random", "verifier": "residual"}))
+    check = sampled_distribution(plan, Subject(kind, {"method": kind, "head": "random", "verifier": "residual"}))
     assert check.verdict == "pass", check.detail
 
 
@@ -152,7 +152,7 @@ def test_the_law_is_kept_under_residual(kind: str) -> None:
 
 
 def test_a_template_is_the_same_in_every_tree() -> None:
-    seq, logits = sequence(), laws(3)
+    seq, logits = sequence(), distributions(3)
     ranks = parallel_trees.parse("0+1+0-0+0-2+1-0+0-0-1+0")
     assert ranks == [(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 1)]
     order = logits.argsort(-1, descending=True)
@@ -367,7 +367,8 @@ def test_levels_that_nobody_looks_at(kind: str, shape: dict[str, int], monkeypat
 
 @pytest.mark.parametrize("kind", LINKED)
 def test_linked_slots_under_all_that_looks_at_guesses(kind: str) -> None:
-    """Sampled, drawn from a law of the head's own, by a static tree, under processors and a policy, in a batch."""
+    """Sampled, drawn from a distribution of the head's own, by a static tree, under processors and a policy, in a
+    batch."""
     head, prompts = head_of(kind), [[1, 2, 3], [4] * 9]
     static = {"template": "0+1+0-0+0-1+0-0-0"} if head.kind == "medusa" else {}
     cases: list[dict[str, Any]] = [

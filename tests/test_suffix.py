@@ -416,10 +416,10 @@ def test_guesses_say_how_likely_they_are() -> None:
     text = [1, 2, 3, 4, 5, 9, 1, 2, 3]
     for drafter in (NGram(), Suffix(per_match=2.0)):
         tree = drafter.propose(sequence(text, drafter), Budget(4, 4))
-        chances = [tree.chances[node] for node in range(1, len(tree))]
+        chances = [tree.probs[node] for node in range(1, len(tree))]
         assert len(chances) == 4 and chances == sorted(chances) and 0.5 < chances[0] < chances[3] < 1
     short = NGram().propose(sequence([3, 1, 3], NGram()), Budget(1, 1))
-    assert short.chances[1] < 0.3  # one token matched
+    assert short.probs[1] < 0.3  # one token matched
 
 
 # Lookahead

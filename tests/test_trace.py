@@ -90,7 +90,7 @@ def test_the_header_pieces_and_sources(model: Model, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_probabilities_are_those_of_the_law(temperature: float, model: Model, tmp_path: Path) -> None:
+def test_probabilities_are_those_of_the_distribution(temperature: float, model: Model, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     run(model, path, probs=True, method="recycling", max_tokens=12, temperature=temperature, seed=1)
     request = read(path).requests[0]
@@ -99,11 +99,11 @@ def test_probabilities_are_those_of_the_law(temperature: float, model: Model, tm
     for record in request.passes:
         assert [judged.node for judged in record.judged] == record.path[: len(record.committed)]
         for judged, token in zip(record.judged, record.committed, strict=True):
-            law = (lm.run(prefix)[0][-1] / (temperature or 1.0)).softmax(-1)
-            assert judged.choice == pytest.approx(float(law[token]), abs=1e-9)
+            distribution = (lm.run(prefix)[0][-1] / (temperature or 1.0)).softmax(-1)
+            assert judged.choice == pytest.approx(float(distribution[token]), abs=1e-9)
             assert list(judged.children) == record.step.tree.children(judged.node)
             for child, prob in judged.children.items():
-                assert prob == pytest.approx(float(law[record.tokens[child]]), abs=1e-9)
+                assert prob == pytest.approx(float(distribution[record.tokens[child]]), abs=1e-9)
             prefix.append(token)
 
 
@@ -111,7 +111,7 @@ def test_reasons_in_words() -> None:
     judged = {"node": 1, "choice": 0.75, "children": {"3": 0.25}}
     common = {"request": 0, "at": 1.0, "rows": 1, "seconds": {}, "by": ["", *["x"] * 5]}
     shape = {"tokens": [0, 1, 2, 3, 4, 5], "parents": [-1, 0, 0, 1, 2, 3]}
-    record = PassRecord.of({**common, **shape, "path": [0, 1], "committed": [1, 9], "judged": [judged]})
+    record = PassRecord.from_line({**common, **shape, "path": [0, 1], "committed": [1, 9], "judged": [judged]})
     pieces = {1: "one", 9: " nine"}
     assert reason(record, 0, pieces) == "the root: committed by the pass before"
     assert reason(record, 1, pieces) == "accepted: the target chose it"
@@ -119,7 +119,7 @@ def test_reasons_in_words() -> None:
     assert reason(record, 3, pieces) == "rejected: the target chose ' nine' (probability 0.250 against 0.750)"
     assert reason(record, 4, pieces) == reason(record, 5, pieces) == "never judged: a token before it was rejected"
     assert reason(record, 2, {}) == "rejected: the target chose 'token 1'"
-    ended = PassRecord.of({**common, **shape, "path": [0, 1], "committed": [1]})
+    ended = PassRecord.from_line({**common, **shape, "path": [0, 1], "committed": [1]})
     assert reason(ended, 3, pieces) == "never judged: the request had ended"
 
 

@@ -167,7 +167,8 @@ def test_the_draft_vocabulary_is_that_of_the_answers() -> None:
 def test_a_head_that_knows_the_target_loses_nothing(
     draft_vocab: int, toy: Model, said: list[list[int]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guesses meet the law of the right place: texts of several lengths, every step, all and some of the tokens."""
+    """Guesses meet the distribution of the right place: texts of several lengths, every step, all and some of the
+    tokens."""
     texts = [said[0], said[1][:15], said[2][:9]]
     records = [recorded(text) for text in said]
     recipe = heads.HeadRecipe(run_settings("mtp", folder, ahead=3, draft_vocab=draft_vocab), toy, records)
@@ -203,7 +204,7 @@ def test_only_answers_count(toy: Model, said: list[list[int]], folder: Path, mon
     first, second = (step.at[step.counts].tolist() for step in seen)  # behind which tokens of the two texts
     assert first == [*range(3, 9), *range(10 + 3, 10 + 6)]
     assert second == [*range(4, 9), *range(10 + 4, 10 + 6)]
-    assert {len(step.draft) for step in seen} == {len(first)}  # no law of a chain that never counts
+    assert {len(step.draft) for step in seen} == {len(first)}  # no distribution of a chain that never counts
 
 
 def test_mtp_starts_from_the_last_layer(tiny: Model, folder: Path) -> None:
@@ -332,7 +333,7 @@ def test_a_head_that_was_unrolled_can_still_draft(tiny: Model, folder: Path) -> 
 
 
 def test_layers_are_dropped_more_the_later_they_come() -> None:
-    chances = exits.chances(5, 0.2)
+    chances = exits.probs(5, 0.2)
     assert chances[0] == 0 and chances[-1] == pytest.approx(0.2) and (chances.diff() > 0).all()
     assert [exits.ramped(step, 11) for step in (0, 10)] == pytest.approx([0, 1])
 
@@ -565,7 +566,7 @@ def test_what_a_draft_can_be(tiny: Model, folder: Path, monkeypatch: pytest.Monk
     assert len(pruned.trained.model.layers) == 2 and pruned.trained.config.num_hidden_layers == 2
     monkeypatch.setattr("outpace.train.recipes.whole.load", small)
     other = DraftRecipe(run_settings("draft", folder, draft="small"), tiny, records)
-    lost = other.loss(batch_of([list(range(20))]), 0, 1)  # the laws meet on the tokens that both have
+    lost = other.loss(batch_of([list(range(20))]), 0, 1)  # the distributions meet on the tokens that both have
     lost.loss.backward()
     assert lost.loss.isfinite() and other.trained.vocab_size == 68
     for wrong in ({}, {"remove": 1, "keep": "0"}, {"remove": 3}, {"keep": "7"}):

@@ -219,7 +219,9 @@ def test_workers_share_the_prompts(tmp_path: Path) -> None:
         (chatty(seed=1), BRIEF, "model weights="),
     ],
 )
-def test_another_law_is_refused(model: Model, settings: GenerationSettings, message: str, tmp_path: Path) -> None:
+def test_another_distribution_is_refused(
+    model: Model, settings: GenerationSettings, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "d.jsonl"
     answer(chatty(), ASKED[:2], path, BRIEF)
     before = path.read_bytes()

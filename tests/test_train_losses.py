@@ -171,7 +171,7 @@ def test_a_batch_without_places_costs_nothing_and_still_has_a_gradient(name: str
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_laws_far_apart_and_laws_with_gaps_give_finite_gradients(name: str) -> None:
+def test_distributions_far_apart_and_distributions_with_gaps_give_finite_gradients(name: str) -> None:
     apart = torch.tensor([[400.0, 0.0, 0.0, 0.0]]), torch.tensor([[0.0, 0.0, 0.0, 400.0]])
     filtered = torch.tensor([[1.0, 2.0, 0.0, -1.0]]), torch.tensor([[1.0, -torch.inf, 0.0, -torch.inf]])
     for given, target in (apart, filtered):
@@ -198,7 +198,7 @@ def test_bfloat16_is_computed_in_float32() -> None:
     assert torch.autograd.grad(found.sum(), draft)[0].dtype == torch.bfloat16
 
 
-def test_laws_over_different_vocabularies_are_refused() -> None:
+def test_distributions_over_different_vocabularies_are_refused() -> None:
     with pytest.raises(ValueError, match=r"head\.ids"):
         alpha(torch.zeros(2, 5), torch.zeros(2, 6))
 

@@ -15,13 +15,13 @@ budgets = st.builds(Budget, depth=st.integers(0, 5), nodes=st.integers(0, 12), w
 
 @st.composite
 def trees(draw: st.DrawFn, most: int = 14) -> Tree:
-    """A tree grown node by node; some nodes carry a signal, some a law."""
+    """A tree grown node by node; some nodes carry a signal, some a distribution."""
     tree = Tree([draw(tokens)])
     for i in range(draw(st.integers(0, most))):
         parent = draw(st.integers(max(0, len(tree) - 3), len(tree) - 1) | st.integers(0, len(tree) - 1))
         node = tree.add(parent, draw(tokens), Signal(i / 100, 0.5, (0.1, 0.2)) if draw(st.booleans()) else None)
         if draw(st.booleans()):
-            tree.probs[node] = torch.tensor([0.25, 0.75])
+            tree.proposals[node] = torch.tensor([0.25, 0.75])
     return tree
 
 
@@ -189,8 +189,8 @@ def test_trim_keeps_the_first_nodes_that_fit(tree: Tree, budget: Budget) -> None
     place = {path: node for node, path in enumerate(before)}
     signals = {node: tree.signals[place[path]] for node, path in enumerate(after) if place[path] in tree.signals}
     assert small.signals == signals
-    assert {n: q.tolist() for n, q in small.probs.items()} == {
-        node: tree.probs[place[path]].tolist() for node, path in enumerate(after) if place[path] in tree.probs
+    assert {n: q.tolist() for n, q in small.proposals.items()} == {
+        node: tree.proposals[place[path]].tolist() for node, path in enumerate(after) if place[path] in tree.proposals
     }
     # Nothing was dropped for which there was room when its turn came.
     for path in before:

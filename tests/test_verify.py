@@ -1,7 +1,8 @@
-"""Verifiers: the law of what they emit, by enumeration of every outcome, and equality with plain decoding.
+"""Verifiers: the distribution of what they emit, by enumeration of every outcome, and equality with plain decoding.
 
 The residual rule takes its randomness from a `RandomSource`. Here that is one which takes every way in turn, with its
-exact probability, and drafts are drawn from it too: so the law of the output is a finite sum, right to rounding.
+exact probability, and drafts are drawn from it too: so the distribution of the output is a finite sum, right to
+rounding.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def test_outcomes_are_all_there() -> None:
     assert found == {(0,): 0.25, (2, False): 0.75 * 0.75, (2, True): 0.75 * 0.25}
 
 
-# Laws that are a fixed random function of the prefix
+# Distributions that are a fixed random function of the prefix
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Law:
     sparse: bool = False
 
     def __call__(self, prefix: tuple[int, ...]) -> Tensor:
-        return _law(self, prefix)
+        return _distribution(self, prefix)
 
     def product(self, prefix: tuple[int, ...], length: int) -> Tensor:
         """Law of the next `length` tokens together."""  # [vocab] * length
@@ -116,17 +117,18 @@ class Law:
 
 
 @cache
-def _law(law: Law, prefix: tuple[int, ...]) -> Tensor:
-    random = np.random.default_rng([law.seed, *prefix])
-    weights = random.gamma(1 / law.sharp, size=law.vocab) + 1e-3
-    if law.sparse:
-        weights[random.permutation(law.vocab)[: random.integers(law.vocab)]] = 0
+def _distribution(distribution: Law, prefix: tuple[int, ...]) -> Tensor:
+    random = np.random.default_rng([distribution.seed, *prefix])
+    weights = random.gamma(1 / distribution.sharp, size=distribution.vocab) + 1e-3
+    if distribution.sparse:
+        weights[random.permutation(distribution.vocab)[: random.integers(distribution.vocab)]] = 0
     return torch.from_numpy(weights / weights.sum())  # [vocab], float64
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A random tree's own law: how many children a node gets and whether they are drawn or guessed for certain.
+    """A random tree's own distribution: how many children a node gets and whether they are drawn or guessed for
+    certain.
 
     Both depend on the tokens on the way to the node only, which is what keeps a drawn tree exact.
     """
@@ -151,7 +153,7 @@ def draft(shape: Shape, q: Law, chance: RandomSource) -> Tree:
         count, drawn = shape(prefix)
         weights = q(prefix).clone()
         if drawn:
-            tree.probs[node] = q(prefix)
+            tree.proposals[node] = q(prefix)
         for token in [*range(q.vocab)][::-1][:count]:
             if len(tree) > NODES:
                 break
@@ -164,7 +166,7 @@ def draft(shape: Shape, q: Law, chance: RandomSource) -> Tree:
     return tree
 
 
-def emitted_law(shape: Shape, p: Law, q: Law, length: int) -> tuple[Tensor, float]:
+def emitted_distribution(shape: Shape, p: Law, q: Law, length: int) -> tuple[Tensor, float]:
     """Law of the first `length` tokens emitted, in as many passes as it takes, and the expected accepted length."""
 
     def program(chance: RandomSource) -> tuple[tuple[int, ...], int]:
@@ -172,12 +174,12 @@ def emitted_law(shape: Shape, p: Law, q: Law, length: int) -> tuple[Tensor, floa
         accepted, token = traverse(tree, lambda node: p(spell(tree, node)), chance)
         return (*spell(tree, accepted[-1]), token), len(accepted) - 1
 
-    law, mean = torch.zeros([p.vocab] * length, dtype=torch.float64), 0.0
+    distribution, mean = torch.zeros([p.vocab] * length, dtype=torch.float64), 0.0
     for weight, (tokens, accepted) in outcomes(program):
         first = tokens[:length]
-        law[first] += weight * p.product(first, length - len(first))
+        distribution[first] += weight * p.product(first, length - len(first))
         mean += weight * accepted
-    return law, mean
+    return distribution, mean
 
 
 def spell(tree: Tree, node: int) -> tuple[int, ...]:
@@ -186,8 +188,8 @@ def spell(tree: Tree, node: int) -> tuple[int, ...]:
 
 def assert_exact(shape: Shape, p: Law, q: Law) -> None:
     length = shape.depth + 1
-    law, _ = emitted_law(shape, p, q, length)
-    torch.testing.assert_close(law, p.product((), length), rtol=0, atol=EXACT)
+    distribution, _ = emitted_distribution(shape, p, q, length)
+    torch.testing.assert_close(distribution, p.product((), length), rtol=0, atol=EXACT)
 
 
 # The residual rule
@@ -195,20 +197,22 @@ def assert_exact(shape: Shape, p: Law, q: Law) -> None:
 
 @given(seeds, st.integers(2, 3), st.integers(0, 3), st.booleans(), st.booleans())
 @settings(steady, max_examples=15)
-def test_block_verification_keeps_the_law(seed: int, vocab: int, depth: int, p_sparse: bool, q_sparse: bool) -> None:
+def test_block_verification_keeps_the_distribution(
+    seed: int, vocab: int, depth: int, p_sparse: bool, q_sparse: bool
+) -> None:
     p, q = Law(seed, vocab, 2, p_sparse), Law(seed + 1, vocab, 2, q_sparse)
     assert_exact(Shape(seed, depth, 1, drawn=1, steady=True), p, q)
 
 
 @given(seeds, st.booleans(), st.booleans())
 @settings(steady, max_examples=40)
-def test_drawn_trees_keep_the_law(seed: int, p_sparse: bool, q_sparse: bool) -> None:
+def test_drawn_trees_keep_the_distribution(seed: int, p_sparse: bool, q_sparse: bool) -> None:
     p, q = Law(seed, 3, 2, p_sparse), Law(seed + 1, 3, 2, q_sparse)
     assert_exact(Shape(seed, depth=2, width=2, drawn=1), p, q)
 
 
-def test_wide_drawn_trees_keep_the_law() -> None:
-    """All children of the root, where nothing is left of the draft's law in the end."""
+def test_wide_drawn_trees_keep_the_distribution() -> None:
+    """All children of the root, where nothing is left of the draft's distribution in the end."""
     for seed in range(3):
         p, q = Law(seed, 4, 2), Law(seed + 100, 4, 2)
         assert_exact(Shape(seed, depth=1, width=4, drawn=1, steady=True), p, q)
@@ -217,21 +221,21 @@ def test_wide_drawn_trees_keep_the_law() -> None:
 
 @given(seeds, st.booleans())
 @settings(steady, max_examples=40)
-def test_certain_guesses_keep_the_law(seed: int, sparse: bool) -> None:
+def test_certain_guesses_keep_the_distribution(seed: int, sparse: bool) -> None:
     p = Law(seed, 4, 2, sparse)
     assert_exact(Shape(seed, depth=3, width=3, drawn=0), p, p)
 
 
 @given(seeds, st.booleans(), st.booleans())
 @settings(steady, max_examples=50)
-def test_mixed_trees_keep_the_law(seed: int, p_sparse: bool, q_sparse: bool) -> None:
+def test_mixed_trees_keep_the_distribution(seed: int, p_sparse: bool, q_sparse: bool) -> None:
     p, q = Law(seed, 3, 2, p_sparse), Law(seed + 1, 3, 2, q_sparse)
     assert_exact(Shape(seed, depth=3, width=2, drawn=0.4), p, q)
 
 
 @dataclass(frozen=True)
 class Near(Law):
-    """A law that is another one up to `shift`."""
+    """A distribution that is another one up to `shift`."""
 
     shift: float = 0.0
 
@@ -241,7 +245,7 @@ class Near(Law):
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e-15, 1e-9])
-def test_nearly_equal_laws_keep_the_law(shift: float) -> None:
+def test_nearly_equal_distributions_keep_the_distribution(shift: float) -> None:
     """What is left after a rejection is then rounding, and must not matter."""
     for seed in range(3):
         p, q = Law(seed, 3), Near(seed, 3, shift=shift)
@@ -270,20 +274,20 @@ def test_growth_may_depend_on_other_branches() -> None:
         def program(chance: RandomSource, p: Law = p, q: Law = q) -> tuple[int, ...]:
             tree = draft(Shape(0, 1, 2, drawn=1, steady=True), q, chance)
             best = max((1, 2), key=lambda node: float(q(())[tree.tokens[node]]))
-            tree.probs[best] = q(spell(tree, best))
-            tree.add(best, chance.draw(tree.probs[best]))
+            tree.proposals[best] = q(spell(tree, best))
+            tree.add(best, chance.draw(tree.proposals[best]))
             accepted, token = traverse(tree, lambda node: p(spell(tree, node)), chance)
             return (*spell(tree, accepted[-1]), token)
 
-        law = torch.zeros(3, 3, 3, dtype=torch.float64)
+        distribution = torch.zeros(3, 3, 3, dtype=torch.float64)
         for weight, tokens in outcomes(program):
-            law[tokens] += weight * p.product(tokens, 3 - len(tokens))
-        torch.testing.assert_close(law, p.product((), 3), rtol=0, atol=EXACT)
+            distribution[tokens] += weight * p.product(tokens, 3 - len(tokens))
+        torch.testing.assert_close(distribution, p.product((), 3), rtol=0, atol=EXACT)
 
 
 def test_a_draft_that_is_the_target_is_accepted() -> None:
     p = Law(0, 3)
-    _, mean = emitted_law(Shape(0, 3, 1, drawn=1, steady=True), p, p, 4)
+    _, mean = emitted_distribution(Shape(0, 3, 1, drawn=1, steady=True), p, p, 4)
     assert mean == pytest.approx(3, abs=EXACT)
 
 
@@ -319,17 +323,17 @@ def token_mean(p: Law, q: Law, depth: int) -> float:
 @pytest.mark.parametrize("seed", range(5))
 def test_accepted_length_of_a_chain(seed: int) -> None:
     p, q, depth = Law(seed, 3, 2), Law(seed + 50, 3, 2), 3
-    _, mean = emitted_law(Shape(0, depth, 1, drawn=1, steady=True), p, q, 1)
+    _, mean = emitted_distribution(Shape(0, depth, 1, drawn=1, steady=True), p, q, 1)
     assert mean == pytest.approx(block_mean(p, q, depth), abs=EXACT)
     assert mean > token_mean(p, q, depth) + 1e-6
-    _, single = emitted_law(Shape(0, 1, 1, drawn=1, steady=True), p, q, 1)
+    _, single = emitted_distribution(Shape(0, 1, 1, drawn=1, steady=True), p, q, 1)
     assert single == pytest.approx(token_mean(p, q, 1), abs=EXACT)  # there is no better rule for one token
 
 
 def test_more_children_accept_more() -> None:
     for seed in range(3):
         p, q = Law(seed, 4, 2), Law(seed + 50, 4, 2)
-        means = [emitted_law(Shape(0, 1, width, drawn=1, steady=True), p, q, 1)[1] for width in (1, 2, 3, 4)]
+        means = [emitted_distribution(Shape(0, 1, width, drawn=1, steady=True), p, q, 1)[1] for width in (1, 2, 3, 4)]
         assert means == sorted(means) and means[-1] == pytest.approx(1, abs=EXACT)
 
 
@@ -409,18 +413,18 @@ def test_match_emits_what_plain_decoding_chooses(
     assert len(seq.generated) == 14 and seq.finish_reason == "length"
 
 
-def chi_squared(counts: Counter[tuple[int, ...]], law: Tensor) -> float:
-    """p-value of counts of tuples under their law; what it excludes must not occur."""
-    keys = [key for key in itertools.product(*(range(n) for n in law.shape)) if law[key] > 0]
+def chi_squared(counts: Counter[tuple[int, ...]], distribution: Tensor) -> float:
+    """p-value of counts of tuples under their distribution; what it excludes must not occur."""
+    keys = [key for key in itertools.product(*(range(n) for n in distribution.shape)) if distribution[key] > 0]
     assert set(counts) <= set(keys)
-    expected = [counts.total() * float(law[key]) for key in keys]
+    expected = [counts.total() * float(distribution[key]) for key in keys]
     return float(stats.chisquare([counts[key] for key in keys], expected).pvalue)
 
 
 def joint(sampler: Sampler, tokens: list[int], seed: int, vocab: int) -> Tensor:
     """Law of the next two tokens."""  # [vocab, vocab]
-    first = sampler.law(logits_of(seed, tokens, vocab), tokens)
-    rows = [sampler.law(logits_of(seed, [*tokens, t], vocab), [*tokens, t]) for t in range(vocab)]
+    first = sampler.distribution(logits_of(seed, tokens, vocab), tokens)
+    rows = [sampler.distribution(logits_of(seed, [*tokens, t], vocab), [*tokens, t]) for t in range(vocab)]
     return first[:, None] * torch.stack(rows)
 
 
@@ -432,7 +436,7 @@ def drafted(sampler: Sampler, tokens: list[int], vocab: int, width: int) -> Tree
             prefix = [*tokens, *spell(tree, node)]
             shaped = sampler.shape(logits_of(99, prefix, vocab), prefix)
             order = sampler.noised(shaped, len(prefix), salt=1 + node).argsort(descending=True)
-            tree.probs[node] = shaped.softmax(-1)
+            tree.proposals[node] = shaped.softmax(-1)
             for token in order[:width].tolist():
                 if shaped[token] > -torch.inf:
                     tree.add(node, token)
@@ -441,7 +445,7 @@ def drafted(sampler: Sampler, tokens: list[int], vocab: int, width: int) -> Tree
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("verifier", [Match(), Residual()])
-def test_law_over_seeds(verifier: Verifier, width: int) -> None:
+def test_distribution_over_seeds(verifier: Verifier, width: int) -> None:
     vocab, prompt, sampling = 4, [1, 3], Sampling(0.9, top_k=3)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(1000):
@@ -458,7 +462,7 @@ def test_law_over_seeds(verifier: Verifier, width: int) -> None:
 
 
 def test_keyed_chance() -> None:
-    """Flips and draws follow their law, and one pass does not repeat another."""
+    """Flips and draws follow their distribution, and one pass does not repeat another."""
     weights = torch.tensor([0.0, 0.5, 0.0, 1.5, 2.0, 0.0], dtype=torch.float64)
     flips, draws = 0, Counter[tuple[int, ...]]()
     seq = sequence(Sampler(Sampling(1.0, seed=3)), [1], Residual())
@@ -476,7 +480,7 @@ def test_keyed_chance() -> None:
 @given(st.integers(0, 2**32))
 @settings(steady, max_examples=20)
 def test_greedy_residual_is_greedy(seed: int) -> None:
-    """Certain guesses under a law with one token: the same as matching."""
+    """Certain guesses under a distribution with one token: the same as matching."""
     vocab, prompt, random = 6, [1, 2], np.random.default_rng(seed)
     wanted = plain(Sampler(Sampling()), prompt, 20, seed, vocab)
     tree = random_tree(random, wanted[1:9], vocab)
@@ -513,22 +517,22 @@ def test_typical_is_lossy_and_says_so() -> None:
 
 @pytest.mark.parametrize(("prob", "accepted"), [(0.085, False), (0.095, True)])
 def test_typical_threshold(prob: float, accepted: bool) -> None:
-    """A sharp law: the floor is epsilon, 0.09."""
-    law = torch.tensor([1 - prob, prob, 1e-9], dtype=torch.float64)
+    """A sharp distribution: the floor is epsilon, 0.09."""
+    distribution = torch.tensor([1 - prob, prob, 1e-9], dtype=torch.float64)
     tree = Tree([0])
     tree.add(ROOT, 1)
     tree.add(ROOT, 2)
     seq = sequence(Sampler(Sampling()), [0], Typical())
-    Typical().verify(seq, tree, Scores(Logits(law.log().expand(len(tree), 3))))
+    Typical().verify(seq, tree, Scores(Logits(distribution.log().expand(len(tree), 3))))
     assert seq.tokens[1] == (1 if accepted else 0)
 
 
 def test_typical_floor_falls_with_entropy() -> None:
-    law = torch.full((64,), 1 / 64, dtype=torch.float64)  # exp(-H) is 1/64: the floor is 0.3 / 64
+    distribution = torch.full((64,), 1 / 64, dtype=torch.float64)  # exp(-H) is 1/64: the floor is 0.3 / 64
     tree = Tree.chain([0, 9])
     for delta, token in [(0.3, 9), (1.5, 0)]:
         seq = sequence(Sampler(Sampling()), [0], Typical(delta=delta))
-        seq.verifier.verify(seq, tree, Scores(Logits(law.log().expand(2, 64))))
+        seq.verifier.verify(seq, tree, Scores(Logits(distribution.log().expand(2, 64))))
         assert seq.tokens[1] == token
 
 
@@ -562,8 +566,8 @@ def test_match_does_not_look_off_the_path() -> None:
 
 
 def test_a_deep_chain_is_no_problem() -> None:
-    law = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    path, _ = traverse(Tree.chain([1] * 3000), lambda node: law, Always())
+    distribution = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    path, _ = traverse(Tree.chain([1] * 3000), lambda node: distribution, Always())
     assert len(path) == 3000
 
 

@@ -55,7 +55,7 @@ def test_a_server_that_is_right_passes_everything(stack: ExitStack, way: str) ->
     assert {check.verdict for check in checks.values()} == {"pass"}, {c.name: c.summary for c in checks.values()}
     assert ("greedy = off" in checks) == (way in ("two servers", "switch"))
     assert ("every token" in checks) == (way == "reference")
-    assert ("sampled law" in checks) == (way != "alone")
+    assert ("sampled distribution" in checks) == (way != "alone")
 
 
 CAUGHT = {
@@ -65,9 +65,9 @@ CAUGHT = {
     "zeros of guesses": {"logprobs": WAYS},
     "temperature of logprobs": {"logprobs": WAYS},
     "seed": {"same seed": WAYS},
-    "temperature": {"settings: temperature": ("alone",), "sampled law": ("reference",)},
-    "draws of guesses": {"sampled law": WAYS},
-    "top_p": {"settings: top_p": ("alone",), "sampled law": WAYS},
+    "temperature": {"settings: temperature": ("alone",), "sampled distribution": ("reference",)},
+    "draws of guesses": {"sampled distribution": WAYS},
+    "top_p": {"settings: top_p": ("alone",), "sampled distribution": WAYS},
     "top_k": {"settings: top_k": ("alone",)},
     "min_p": {"settings: min_p": ("alone",)},
     "logit_bias": {"settings: logit_bias": ("alone",)},
@@ -111,7 +111,7 @@ def test_a_switch_that_does_nothing_is_noticed_where_the_server_says_what_it_acc
 
 def test_a_server_that_does_not_repeat_itself_is_not_held_to_more(stack: ExitStack) -> None:
     on = Server(stack.enter_context(Fake("random")).url)
-    questions = [q for q in server_questions(on, on, None, PLAN) if q.name != "sampled law"]
+    questions = [q for q in server_questions(on, on, None, PLAN) if q.name != "sampled distribution"]
     checks = {check.name: check for check in answered(questions)}
     assert checks["repeatable"].failed and "not deterministic" in checks["repeatable"].summary
     assert checks["greedy = off"].verdict == "skip" and checks["concurrent = alone"].verdict == "skip"
@@ -133,13 +133,15 @@ def test_without_logprobs_texts_are_compared(stack: ExitStack, way: str, lack: s
     assert not any(check.failed for check in checks.values()), {c.name: c.summary for c in checks.values()}
     assert checks["logprobs"].verdict == "skip"
     if way == "reference":
-        assert "encoded again" in checks["every token"].summary and checks["sampled law"].verdict == "skip"
+        assert "encoded again" in checks["every token"].summary and checks["sampled distribution"].verdict == "skip"
 
 
 def test_without_logprobs_every_divergence_fails_and_says_what_would_help(stack: ExitStack) -> None:
     check = ask(stack, "switch", "greedy", "refuses logprobs", "no ids", only="greedy = off")["greedy = off"]
     assert check.failed and "logprobs" in check.summary and check.divergences[0].position == 5
-    assert ask(stack, "switch", "top_p", "ignores logprobs", "no ids", only="sampled law")["sampled law"].failed
+    assert ask(stack, "switch", "top_p", "ignores logprobs", "no ids", only="sampled distribution")[
+        "sampled distribution"
+    ].failed
 
 
 def test_tokens_are_found_by_their_texts_where_ids_are_not_given(stack: ExitStack) -> None:
@@ -269,15 +271,15 @@ def test_answers_are_read_in_every_shape() -> None:
 
 def test_homogeneity_keeps_its_level_and_finds_what_it_says() -> None:
     random = np.random.default_rng(0)
-    law, other = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.5, 0.15, 0.05])
+    distribution, other = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.5, 0.15, 0.05])
 
     def test(off: Any, drift: float = 0.0) -> Any:
-        draws = [random.multinomial(300, shares) for shares in (law, off)]
+        draws = [random.multinomial(300, shares) for shares in (distribution, off)]
         on, off = ({i: int(n) for i, n in enumerate(drawn)} for drawn in draws)
         return homogeneity(PairedCounts(0, [], Counter(on), Counter(off)), 0.01, drift)
 
-    p = [test(law).p for _ in range(400)]
+    p = [test(distribution).p for _ in range(400)]
     assert 0.02 < np.mean(np.array(p) < 0.05) < 0.09
-    effect = test(law).effect
+    effect = test(distribution).effect
     assert 0.1 < effect < 0.5 and np.mean([test(other).p < 0.01 for _ in range(50)]) > 0.9
-    assert test(law, drift=0.2).effect > effect
+    assert test(distribution, drift=0.2).effect > effect

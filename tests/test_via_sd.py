@@ -36,13 +36,13 @@ PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 3]
 
 
 class Says(CachelessLM):
-    """A model whose law after a token is given; what follows from nothing else."""
+    """A model whose distribution after a token is given; what follows from nothing else."""
 
     trees, max_length, vocab = True, 4096, VOCAB
 
-    def __init__(self, laws: dict[int, dict[int, float]], slim: dict[int, dict[int, float]] | None = None):
+    def __init__(self, distributions: dict[int, dict[int, float]], slim: dict[int, dict[int, float]] | None = None):
         super().__init__()
-        self.laws, self.slim, self.passes = laws, slim, 0
+        self.distributions, self.slim, self.passes = distributions, slim, 0
         self.layers = SlimLayers(self)
 
     def forward(self, jobs: Any, taps: tuple[int, ...]) -> list[SegmentOutput]:
@@ -53,7 +53,7 @@ class Says(CachelessLM):
         nodes = [] if job.layout is None else job.tree.tokens[job.since :]
         rows = torch.full((len(nodes), VOCAB), 1e-9, dtype=torch.float64)
         for i, token in enumerate(nodes):
-            for after, chance in self.laws.get(token, {63: 1.0}).items():
+            for after, chance in self.distributions.get(token, {63: 1.0}).items():
                 rows[i, after] = chance
         return SegmentOutput(rows.log() if nodes else None, {})
 
@@ -181,7 +181,9 @@ def test_a_slim_verifier_that_is_often_wrong_drops_nothing() -> None:
     assert drafter._floor == 0.3
     drafter._held.extend([0.001] * LEAST)
     assert drafter._floor == 0.001
-    target = Says(chain(*TEXT, 0), slim={token: {50: 1.0, **law} for token, law in chain(*TEXT, 0).items()})
+    target = Says(
+        chain(*TEXT, 0), slim={token: {50: 1.0, **distribution} for token, distribution in chain(*TEXT, 0).items()}
+    )
     drafter.open(replace(_asked(drafter), target=target))
     tree = drafter.propose(_asked(drafter), Budget(5, 5))
     assert tree.tokens == [0, 1, 2, 3, 4, 5]
@@ -195,7 +197,7 @@ def test_likelier_paths_come_first() -> None:
     assert [tree.tokens[n] for n in range(len(tree))] == [0, 2, 4, 1, 3]
     drafter._held.extend([0.5] * LEAST)
     cut = drafter.propose(_asked(drafter), Budget(2, 4, 2))
-    assert cut.tokens == [0, 2, 4] and cut.chances[1] == pytest.approx(0.8)
+    assert cut.tokens == [0, 2, 4] and cut.probs[1] == pytest.approx(0.8)
 
 
 class Wide(Drafter):
@@ -298,7 +300,7 @@ def test_layers_are_read() -> None:
             layers.parse(wrong)
 
 
-def test_the_cost_is_nothing_for_the_same_law_and_counts_what_is_held_too_likely() -> None:
+def test_the_cost_is_nothing_for_the_same_distribution_and_counts_what_is_held_too_likely() -> None:
     whole = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]]).double().log()
     assert slim_layers.tiered_cost(whole, whole) == slim_layers.divergence(whole, whole) == 0.0
     slim = torch.tensor([[0.1, 0.8, 0.1], [0.1, 0.1, 0.8]]).double().log()

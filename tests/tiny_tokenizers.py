@@ -154,10 +154,10 @@ class Reciter(CachelessLM):
         self.fed = 0  # tokens that passed through it
 
     def following(self, tokens: list[int]) -> int:
-        said = [token for token in tokens if self.pieces.of(token) is not None]
+        said = [token for token in tokens if self.pieces.bytes_of(token) is not None]
         if said == self.whole[: len(said)] and len(said) < len(self.whole):
             return self.whole[len(said)]
-        data = join(map(self.pieces.of, said)) or b""
+        data = join(map(self.pieces.bytes_of, said)) or b""
         rest = self.text[len(data) - self.pieces.prefix_space :]
         return (self.pieces.segment(rest) or [self.pieces.roles.get("eos", 0)])[0]
 

@@ -70,7 +70,7 @@ class CostTable:
     tree: dict[int, float]
     prompt: float
 
-    def of(self, rows: int, is_chain: bool) -> float:
+    def seconds(self, rows: int, is_chain: bool) -> float:
         known = self.chain if is_chain else self.tree
         return float(np.interp(rows, list(known), list(known.values())))
 

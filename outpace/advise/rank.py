@@ -162,11 +162,11 @@ def predict(found: ReplayResult, recordings: Seq[Recording], costs: MeasuredPass
 
 def _times(found: ReplayResult, recordings: Seq[Recording], table: CostTable) -> np.ndarray:
     """Seconds of each answer, plain and by this candidate."""  # [answers, 2]
-    costs = {shape: table.of(*shape) for work in found.work for shape in work.passes}
+    costs = {shape: table.seconds(*shape) for work in found.work for shape in work.passes}
     rows = []
     for recording, work in zip(recordings, found.work, strict=True):
         prefill = table.prompt * len(recording.prompt)
-        plain = prefill + len(recording.answer) * table.of(1, True)
+        plain = prefill + len(recording.answer) * table.seconds(1, True)
         rows.append([plain, prefill + work.draft + sum(costs[shape] * n for shape, n in work.passes.items())])
     return np.array(rows)
 

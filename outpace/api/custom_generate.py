@@ -38,7 +38,7 @@ class Criteria:
 
 def custom_generate(method: str = "auto", **settings: Any) -> Callable[..., Any]:
     """A decoding function for `generate`; `settings` are the method's options, `draft`, `policy` and `verifier`."""
-    request = Request.of([0], {"method": method, **settings})
+    request = Request.from_keywords([0], {"method": method, **settings})
     models: dict[int, Model] = {}  # a model keeps its adapter, and its methods what they learned, between calls
 
     def decode(

@@ -160,7 +160,7 @@ class Model:
         single = isinstance(prompt, str | Request) or is_chat(prompt) or (is_ids(prompt) and len(prompt) > 0)
         if not single and (not isinstance(prompt, Seq) or not prompt):
             raise UsageError("the prompt is empty" if isinstance(prompt, Seq) else f"not a prompt: {prompt!r}")
-        return [Request.of(p, settings) for p in ([prompt] if single else prompt)], not single
+        return [Request.from_keywords(p, settings) for p in ([prompt] if single else prompt)], not single
 
     def sequence(self, request: Request, stream: int = 0) -> Sequence:
         """The request as the engine takes it; `stream` tells the samples of one prompt apart."""
@@ -212,7 +212,7 @@ class Model:
     def _measured(self) -> Costs | None:
         if self._costs is None:
             try:
-                self._costs = costs.of(self.lm, self.name)
+                self._costs = costs.load_or_measure(self.lm, self.name)
             except (CacheFull, OutOfMemoryError):
                 return None
         return self._costs

@@ -39,7 +39,7 @@ class Request:
     ignore_eos: bool = False
     bad_words: Seq[str | Seq[int]] = ()  # words, or token sequences, that must not appear
     logprobs: int | None = None
-    processed_logprobs: bool = False  # of the law that was sampled, after all settings, not of the model's own
+    processed_logprobs: bool = False  # of the distribution that was sampled, after all settings, not of the model's own
     n: int = 1
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -59,7 +59,7 @@ class Request:
             raise UsageError(f"one constraint at a time, not {' and '.join(given)}")
 
     @classmethod
-    def of(cls, prompt: Prompt | Request, given: dict[str, Any]) -> Request:
+    def from_keywords(cls, prompt: Prompt | Request, given: dict[str, Any]) -> Request:
         """A request from keywords: sampling settings and the method's options are sorted out of them."""
         if isinstance(prompt, Request):
             if given:

@@ -1,7 +1,8 @@
-"""Rollouts: samples for reinforcement learning, with the log-probabilities of the law that they were drawn from.
+"""Rollouts: samples for reinforcement learning, with the log-probabilities of the distribution that they were drawn
+from.
 
-A method guesses, and the target keeps its law: `residual` accepts the most where a head draws its guesses too. What a
-sample's tokens are likely is known from the passes that verified them, so no second pass is needed for it.
+A method guesses, and the target keeps its distribution: `residual` accepts the most where a head draws its guesses too.
+What a sample's tokens are likely is known from the passes that verified them, so no second pass is needed for it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ class Rollout:
     prompt: int  # which of the prompts
     prompt_tokens: list[int]
     tokens: list[int]
-    logprobs: list[float]  # of each token, in the law that was sampled: after temperature, filters and penalties
-    entropies: list[float]  # of that law at each token, in nats
+    logprobs: list[
+        float
+    ]  # of each token, in the distribution that was sampled: after temperature, filters and penalties
+    entropies: list[float]  # of that distribution at each token, in nats
     text: str
     finish_reason: FinishReason | None
     stats: Stats  # `acceptance_by_depth` is by the position of a guess
@@ -60,7 +63,7 @@ def rollout(
     given = {**settings, "method": method, "verifier": verifier, "temperature": temperature}
     given |= {"n": n, "logprobs": 0, "processed_logprobs": True}
     seed = settings.get("seed", 0)
-    requests = [Request.of(p, {**given, "seed": _mixed(seed, i)}) for i, p in enumerate(prompts)]
+    requests = [Request.from_keywords(p, {**given, "seed": _mixed(seed, i)}) for i, p in enumerate(prompts)]
     tokens = [encode(prompt, model.tokenizer, model.lm.vocab) for prompt in prompts]
     model.weights_changed()
     completions = model.generate(requests)
@@ -82,13 +85,13 @@ def _mixed(seed: int, prompt: int) -> int:
 
 
 def _rolled(completion: Completion, prompt: int, tokens: list[int]) -> Rollout:
-    laws = completion.logprobs or []
+    distributions = completion.logprobs or []
     return Rollout(
         prompt=prompt,
         prompt_tokens=tokens,
         tokens=completion.tokens,
-        logprobs=[law.logprob for law in laws],
-        entropies=[law.entropy for law in laws],
+        logprobs=[distribution.logprob for distribution in distributions],
+        entropies=[distribution.entropy for distribution in distributions],
         text=completion.text,
         finish_reason=completion.finish_reason,
         stats=completion.stats,

@@ -36,7 +36,7 @@ class Completion:
     error: str | None = None
 
     @classmethod
-    def of(cls, seq: Sequence) -> Completion:
+    def of_sequence(cls, seq: Sequence) -> Completion:
         return cls(
             text=seq.watcher.text if isinstance(seq.watcher, TextStream) else "",
             tokens=seq.generated,
@@ -131,7 +131,7 @@ class Listener:
             if not self.whole:
                 runs = [(span.text, seq.drafted[span.token]) for span in seq.watcher.take()]
         text = "".join(text for text, _ in runs)
-        return Chunk(text, runs, tokens, event.step, self.index, Completion.of(seq) if seq.finished else None)
+        return Chunk(text, runs, tokens, event.step, self.index, Completion.of_sequence(seq) if seq.finished else None)
 
 
 class Stream(Iterator[Chunk]):
@@ -215,7 +215,7 @@ class Stream(Iterator[Chunk]):
         return [self._ended.get(i) or self._partly(i) for i in range(len(self._seqs))]
 
     def _partly(self, index: int) -> Completion:
-        found, (count, text) = Completion.of(self._seqs[index]), self._read[index]
+        found, (count, text) = Completion.of_sequence(self._seqs[index]), self._read[index]
         logprobs = None if found.logprobs is None else found.logprobs[:count]
         reason: FinishReason | None = "cancelled" if self._closed else None
         return replace(

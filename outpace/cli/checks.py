@@ -87,7 +87,7 @@ def method(spec: str, draft: bool, options: Mapping[str, Any] | None = None) -> 
 def request(given: dict[str, Any], draft: bool) -> None:
     """Refuse settings that no request can have; a draft model is filled in later."""
     settings = {name: value for name, value in given.items() if value is not None}
-    asked = Request.of("", settings)
+    asked = Request.from_keywords("", settings)
     name = str(asked.method)
     if draft and "draft" not in catalogue.entry("method", name).options:
         takes = [name for name, entry in catalogue.entries("method").items() if "draft" in entry.options]

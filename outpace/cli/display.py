@@ -56,7 +56,8 @@ def to_json(done: Completion) -> dict[str, Any]:
 
 
 def catalogue() -> dict[str, dict[str, dict[str, Any]]]:
-    """Every method, policy and verifier: what it is, whether it keeps the law, its options and their defaults."""
+    """Every method, policy and verifier: what it is, whether it keeps the distribution, its options and their
+    defaults."""
     return {
         plural: {name: dataclasses.asdict(entry) for name, entry in entries(kind).items()}
         for plural, kind in KINDS.items()
@@ -64,7 +65,7 @@ def catalogue() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _kept(entry: dict[str, Any], no: str) -> str:
-    """Whether the law is kept, and what would make a lossy method keep it."""
+    """Whether the distribution is kept, and what would make a lossy method keep it."""
     if entry["lossless"]:
         return "yes"
     given = ", ".join(f"{name}={value}" for name, value in entry["lossless_if"].items())

@@ -84,9 +84,9 @@ def verify(
     seed: Seed = 0,
     settings: Settings = [],  # noqa: B006
     batch: Annotated[list[int], typer.Option(help="Batch sizes that must not matter.")] = [4],  # noqa: B006
-    samples: Annotated[int, typer.Option(help="Draws per text in the test of the sampled law.")] = 400,
-    contexts: Annotated[int, typer.Option(help="Prompts whose law is tested.")] = 2,
-    alpha: Annotated[float, typer.Option(help="Chance of a false alarm in the test of the law.")] = 0.001,
+    samples: Annotated[int, typer.Option(help="Draws per text in the test of the sampled distribution.")] = 400,
+    contexts: Annotated[int, typer.Option(help="Prompts whose distribution is tested.")] = 2,
+    alpha: Annotated[float, typer.Option(help="Chance of a false alarm in the test of the distribution.")] = 0.001,
     transformers: Annotated[bool, typer.Option("--transformers", help="Compare with Transformers' generate.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="A tie is a failure too.")] = False,
     server: ServerUrl = None,
@@ -105,7 +105,7 @@ def verify(
 ) -> None:
     """Prove that speculation does not change the answers. Exit code 0: proven; 1: something differs."""
     if find_spec("scipy") is None:
-        raise OutpaceError("the test of the sampled law needs scipy: pip install 'outpace[verify]'")
+        raise OutpaceError("the test of the sampled distribution needs scipy: pip install 'outpace[verify]'")
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings)}
     checks.sampling_setting(given, vars(Sampling()))
     sampling = Sampling(**given)

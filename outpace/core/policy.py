@@ -66,7 +66,7 @@ class Policy:
     def _sure(self, seq: Sequence, tree: Tree) -> Tree:
         """The tree without what follows tokens after which `keep_drafting` would have stopped. A draft model has asked
         it token by token; other methods draft at once."""
-        if seq.drafter.model_source is not None or tree.probs:
+        if seq.drafter.model_source is not None or tree.proposals:
             return tree
         depths, grows = tree.depths, {ROOT: True}
         for node in range(1, len(tree)):
@@ -93,6 +93,6 @@ class PassReport:
 
 def signal(tree: Tree, node: int) -> Signal | None:
     """What is known of a node: what the draft knew of it or, in a tree without a draft, how sure the method was."""
-    if tree.signals or node not in tree.chances:
+    if tree.signals or node not in tree.probs:
         return tree.signals.get(node)
-    return Signal(tree.chances[node], 0.0)
+    return Signal(tree.probs[node], 0.0)

@@ -42,7 +42,7 @@ class Limits:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None  # how many top tokens to report; None reports nothing
-    processed: bool = False  # report the law that was sampled, after all settings, not the model's own
+    processed: bool = False  # report the distribution that was sampled, after all settings, not the model's own
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def memory(self, owner: object, make: Callable[[], T]) -> T:
+    def state(self, owner: object, make: Callable[[], T]) -> T:
         """What `owner`, a drafter or a policy, remembers of this sequence; made on first use."""
         if id(owner) not in self._memory:
             self._memory[id(owner)] = make()
@@ -133,8 +133,12 @@ class Sequence:
         """Commit one token, chosen at a node from the model's raw logits; True when the request ends with it."""
         if self.limits.logprobs is not None:
             own = logits[node]  # [vocab]; only read where log-probabilities are wanted
-            law = self.sampler.log_law(own, self.tokens) if self.limits.processed else own.double().log_softmax(-1)
-            self.logprobs.append(logprob_of(token, law, self.limits.logprobs))
+            distribution = (
+                self.sampler.log_distribution(own, self.tokens)
+                if self.limits.processed
+                else own.double().log_softmax(-1)
+            )
+            self.logprobs.append(logprob_of(token, distribution, self.limits.logprobs))
         self.tokens.append(token)
         enough = len(self.tokens) - self.prompt_length >= self.limits.min_tokens
         if self.watcher is not None:

@@ -72,9 +72,11 @@ class Tree(Layout):
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
-    probs: dict[int, Tensor] = field(default_factory=dict)  # node -> law its children were drawn from, [vocab]
+    proposals: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # node -> distribution its children were drawn from, [vocab]
     sources: dict[int, str] = field(default_factory=dict)  # node -> who proposed it, if not simply the drafter
-    chances: dict[int, float] = field(default_factory=dict)  # node -> the drafter's guess at P(right | parent is)
+    probs: dict[int, float] = field(default_factory=dict)  # node -> the drafter's guess at P(right | parent is)
     trusted: set[int] = field(default_factory=set)  # nodes that the drafter vouches for; the rule `tiered` takes them
     decision: Decision | None = field(default=None, compare=False)
 
@@ -96,7 +98,7 @@ class Tree(Layout):
         return cls(list(tokens), [i - 1 for i in range(len(tokens))])
 
     def add(
-        self, parent: int, token: int, signal: Signal | None = None, source: str = "", chance: float | None = None
+        self, parent: int, token: int, signal: Signal | None = None, source: str = "", prob: float | None = None
     ) -> int:
         """The child of `parent` that carries `token`, made if it is not there."""
         node = self._children[parent].get(token)
@@ -110,11 +112,11 @@ class Tree(Layout):
                 self.signals[node] = signal
             if source:
                 self.sources[node] = source
-            if chance is not None:
-                self.chances[node] = chance
+            if prob is not None:
+                self.probs[node] = prob
         return node
 
-    def add_path(self, tokens: Iterable[int], budget: Budget, chances: Sequence[float] = ()) -> None:
+    def add_path(self, tokens: Iterable[int], budget: Budget, probs: Sequence[float] = ()) -> None:
         """Add a path from the root, as far as the budget goes."""
         node = ROOT
         for depth, token in enumerate(tokens):
@@ -122,7 +124,7 @@ class Tree(Layout):
             full = len(self) > budget.nodes or len(self._children[node]) >= budget.width
             if depth >= budget.depth or (known is None and full):
                 return
-            node = self.add(node, token, chance=chances[depth] if depth < len(chances) else None)
+            node = self.add(node, token, prob=probs[depth] if depth < len(probs) else None)
 
     def child(self, node: int, token: int) -> int | None:
         return self._children[node].get(token)
@@ -202,8 +204,8 @@ class Tree(Layout):
             [self.tokens[n] for n in nodes],
             [-1 if n == ROOT else place[self.parents[n]] for n in nodes],
             {place[n]: s for n, s in self.signals.items() if n in place},
-            {place[n]: q for n, q in self.probs.items() if n in place},
+            {place[n]: q for n, q in self.proposals.items() if n in place},
             {place[n]: s for n, s in self.sources.items() if n in place},
-            {place[n]: c for n, c in self.chances.items() if n in place},
+            {place[n]: c for n, c in self.probs.items() if n in place},
             {place[n] for n in self.trusted if n in place},
         )

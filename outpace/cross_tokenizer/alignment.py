@@ -27,8 +27,8 @@ class Pair:
     def overlap(self) -> float:
         """The share of an ordinary text that shared tokens spell, if a token is as frequent as its id is low.
 
-        Vocabularies are learned from the frequent to the rare and numbered so; by Zipf's law the i-th token has a share
-        of about 1 / i. The first ones, single bytes and marks, are not that frequent.
+        Vocabularies are learned from the frequent to the rare and numbered so; by Zipf's distribution the i-th token
+        has a share of about 1 / i. The first ones, single bytes and marks, are not that frequent.
         """
         weights = {i: 1 / (i + 1000) for i, piece in enumerate(self.ours.spelled) if piece}
         return sum(w for i, w in weights.items() if i in self.to_draft) / (sum(weights.values()) or 1.0)
@@ -50,7 +50,7 @@ class Pair:
         found: list[int] = []
         at = len(data)  # the end of the guess is known, so tokens are laid from there
         for token in reversed(self.ours.encode(whole)):
-            piece = self.ours.of(token)
+            piece = self.ours.bytes_of(token)
             if piece == b" " + data[:at]:
                 piece = data[:at]  # the space that is written before every text
             if not piece or data[max(0, at - len(piece)) : at] != piece:
@@ -68,7 +68,7 @@ class Pair:
         """The bytes of the last tokens, from the start of a character on."""
         pieces: list[bytes] = []
         for token in reversed(tokens):
-            piece = self.ours.of(token)
+            piece = self.ours.bytes_of(token)
             if piece is None:
                 break
             pieces.append(piece)
@@ -82,7 +82,7 @@ class Pair:
     def _alone(self, guess: bytes) -> list[int]:
         """The guess by itself: at the start of a text, and if the tokenizer does not spell texts as they are."""
         tokens = self.ours.encode(complete(guess)[0])
-        end = next((i for i, token in enumerate(tokens) if self.ours.of(token) is None), len(tokens))
+        end = next((i for i, token in enumerate(tokens) if self.ours.bytes_of(token) is None), len(tokens))
         return tokens[:end]
 
 

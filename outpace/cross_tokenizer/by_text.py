@@ -71,7 +71,7 @@ class TextDrafter(Drafter):
             self.inner.close(shadow.seq)
 
     def _followed(self, seq: Sequence) -> Shadow:
-        shadow = seq.memory(self, lambda: self._shadow(seq))
+        shadow = seq.state(self, lambda: self._shadow(seq))
         shadow.seq.tokens = shadow.follower.follow(seq.tokens)
         return shadow
 
@@ -91,7 +91,7 @@ class TextDrafter(Drafter):
                 continue
             node, since = ROOT, len(untold)
             for token in self.pair.respell(seq.tokens, told.text[since:]):
-                end = since + len(self.pair.ours.of(token) or b"")
+                end = since + len(self.pair.ours.bytes_of(token) or b"")
                 node = tree.add(node, token, _signal(told, since, end))
                 since = end
             if told.last is not None and since >= len(told.text):  # what ends a text can only follow all of it
@@ -102,7 +102,7 @@ class TextDrafter(Drafter):
         text, starts, signals, last = b"", [], [], None
         for node in path:
             token, signal = tree.tokens[node], tree.signals[node]
-            piece = self.pair.theirs.of(token)
+            piece = self.pair.theirs.bytes_of(token)
             if piece is None:
                 last = self.pair.special_back.get(token)
                 signals.append(signal)

@@ -60,7 +60,7 @@ class Follower:
     def _add(self, tokens: list[int]) -> None:
         data = b""
         for token in tokens:
-            piece = self.pair.ours.of(token)
+            piece = self.pair.ours.bytes_of(token)
             if piece is not None:
                 data += piece
                 continue
@@ -118,7 +118,7 @@ class TokenFollower(Follower):
             super()._add(tokens)
             return
         for token in tokens:
-            shared, piece = self.pair.to_draft.get(token), self.pair.ours.of(token)
+            shared, piece = self.pair.to_draft.get(token), self.pair.ours.bytes_of(token)
             if shared is not None:
                 self.ids.append(shared)
             elif piece:

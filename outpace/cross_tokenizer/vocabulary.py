@@ -28,7 +28,7 @@ class Vocabulary:
         self.specials = {i: name for i, name in self._specials().items() if i < vocab}
         self.spelled = self._spell()  # None: it is no text
 
-    def of(self, token: int) -> bytes | None:
+    def bytes_of(self, token: int) -> bytes | None:
         return self.spelled[token] if token < len(self.spelled) else None
 
     def encode(self, text: str) -> list[int]:
@@ -61,7 +61,7 @@ class Vocabulary:
     @cached_property
     def prefix_space(self) -> bool:
         """Whether a text is written with a space before it (as SentencePiece does)."""
-        return join(map(self.of, self.encode("cat"))) == b" cat"
+        return join(map(self.bytes_of, self.encode("cat"))) == b" cat"
 
     @cached_property
     def start(self) -> list[int]:

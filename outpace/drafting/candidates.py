@@ -18,42 +18,44 @@ class RankedCandidates(NamedTuple):
     """What could follow: the likeliest first or, where the target samples, what the noise puts first."""
 
     tokens: list[int]
-    chances: list[float]  # that the target chooses each of them
+    probs: list[float]  # that the target chooses each of them
     entropy: float
     top: tuple[float, ...]
-    law: Tensor | None  # [vocab]: that the tokens were drawn from, for a verifier that asks for it
+    distribution: Tensor | None  # [vocab]: that the tokens were drawn from, for a verifier that asks for it
 
     def signal(self, rank: int) -> Signal:
-        return Signal(self.chances[rank], self.entropy, self.top)
+        return Signal(self.probs[rank], self.entropy, self.top)
 
 
 def ranked_candidates(seq: Sequence, logits: Tensor, prefixes: Seq[list[int]], width: int) -> list[RankedCandidates]:
     """Of several places at once, at most `width` tokens each."""  # [places, vocab]
     sampler, shared = seq.sampler, seq.verifier.shares_noise
     shaped, drawn = sampler.shapes(logits, prefixes), not shared and not sampler.greedy
-    precise = shaped.double() if drawn else shaped.float()  # a law that is drawn from, or numbers to go by
-    law, vocab = precise.softmax(-1), shaped.shape[-1]
+    precise = shaped.double() if drawn else shaped.float()  # a distribution that is drawn from, or numbers to go by
+    distribution, vocab = precise.softmax(-1), shaped.shape[-1]
     leading = shaped.topk(min(max(width, TOP), vocab)).indices
-    first, chance = leading[:, :width], law
+    first, prob = leading[:, :width], distribution
     if not sampler.greedy:
         noised = _noised(seq, shaped, prefixes)
         first = noised.topk(min(width, vocab)).indices
         # With shared noise, how far a token leads after the noise tells how likely the target chooses it too.
-        chance = noised.float().softmax(-1) if shared else law
-    top = law.gather(-1, leading[:, :TOP])
-    possible = (law.gather(-1, first) > 0).sum(-1)  # the others cannot follow
-    entropy = _entropy(precise, law, top[:, 0])
-    numbers = [first, chance.gather(-1, first), top, possible[:, None], entropy[:, None]]
+        prob = noised.float().softmax(-1) if shared else distribution
+    top = distribution.gather(-1, leading[:, :TOP])
+    possible = (distribution.gather(-1, first) > 0).sum(-1)  # the others cannot follow
+    entropy = _entropy(precise, distribution, top[:, 0])
+    numbers = [first, prob.gather(-1, first), top, possible[:, None], entropy[:, None]]
     read = torch.cat([column.double() for column in numbers], dim=-1).tolist()  # in one look: a device is far away
-    own, count = law if drawn else [None] * len(law), first.shape[-1]
+    own, count = distribution if drawn else [None] * len(distribution), first.shape[-1]
     return [_outlook(row, count, one) for row, one in zip(read, own, strict=True)]
 
 
-def _outlook(row: list[float], count: int, law: Tensor | None) -> RankedCandidates:
-    """From one row of numbers: so many tokens, their chances, the largest probabilities, how many can be, entropy."""
+def _outlook(row: list[float], count: int, distribution: Tensor | None) -> RankedCandidates:
+    """One place's candidates, from a row of numbers: tokens, probabilities, the largest ones, a count, entropy."""
     possible = int(row[-2])
     tokens = [int(token) for token in row[:count][:possible]]
-    return RankedCandidates(tokens, row[count : 2 * count][:possible], row[-1], tuple(row[2 * count : -2]), law)
+    return RankedCandidates(
+        tokens, row[count : 2 * count][:possible], row[-1], tuple(row[2 * count : -2]), distribution
+    )
 
 
 def _noised(seq: Sequence, shaped: Tensor, prefixes: Seq[list[int]]) -> Tensor:
@@ -66,9 +68,9 @@ def _noised(seq: Sequence, shaped: Tensor, prefixes: Seq[list[int]]) -> Tensor:
     return torch.stack([seq.sampler.noised(row, position, salt) for row, position in rows])
 
 
-def _entropy(shaped: Tensor, law: Tensor, best: Tensor) -> Tensor:
+def _entropy(shaped: Tensor, distribution: Tensor, best: Tensor) -> Tensor:
     """By the largest logit and its probability, without a logarithm per token."""  # [places, vocab], [places]
-    mean = (law * shaped.clamp(min=torch.finfo(shaped.dtype).min)).sum(-1)  # tokens that cannot be add nothing
+    mean = (distribution * shaped.clamp(min=torch.finfo(shaped.dtype).min)).sum(-1)  # tokens that cannot be add nothing
     return (shaped.amax(-1) - best.log() - mean).clamp(min=0.0)
 
 

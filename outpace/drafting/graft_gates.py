@@ -33,12 +33,14 @@ class Grafting:
     """What a calibration finds out; the defaults are what the paper states."""
 
     gates: tuple[Gate, ...] = GATES
-    ranks: tuple[tuple[float, ...], ...] = likely_ranks()  # [depth][rank]: chance that it is right if its parent is
+    ranks: tuple[tuple[float, ...], ...] = (
+        likely_ranks()
+    )  # [depth][rank]: probability that it is right if its parent is
 
     def __post_init__(self) -> None:
-        chances = [chance for level in self.ranks for chance in level]
+        probs = [prob for level in self.ranks for prob in level]
         shares = [share for gate in self.gates for share in (gate.floor, gate.keep)]
-        if not self.ranks or not all(self.ranks) or any(not 0 <= x <= 1 for x in chances + shares):
+        if not self.ranks or not all(self.ranks) or any(not 0 <= x <= 1 for x in probs + shares):
             raise UsageError("a grafting has ranks for at least one depth, and chances between 0 and 1")
         if any(gate.depth < 1 for gate in self.gates):
             raise UsageError("the gates of a grafting stand at a depth of 1 or more")
@@ -48,7 +50,7 @@ class Grafting:
         return any(gate.depth == depth and prob <= gate.floor for gate in self.gates)
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> Grafting:
+    def from_section(cls, found: dict[str, Any]) -> Grafting:
         """From the section of a calibration file."""
         return cls(tuple(Gate(**gate) for gate in found["gates"]), tuple(tuple(level) for level in found["ranks"]))
 
@@ -57,38 +59,38 @@ class Grafting:
 
 
 def reach(tree: Tree) -> list[float]:
-    """The chance of each path by the drafter's own word; a node it said nothing about is not doubted."""
+    """The probability of each path by the drafter's own word; a node it said nothing about is not doubted."""
     found = [1.0]
     for node in range(1, len(tree)):
         known = tree.signals.get(node)
-        chance = tree.chances.get(node, 1.0 if known is None else known.prob)
-        found.append(found[tree.parents[node]] * min(1.0, chance))
+        prob = tree.probs.get(node, 1.0 if known is None else known.prob)
+        found.append(found[tree.parents[node]] * min(1.0, prob))
     return found
 
 
 def stopped(confidence: Seq[float], gates: Seq[Gate]) -> Gate | None:
-    """The first gate that a draft does not pass; `confidence[d]` is the chance of its best path of depth d + 1."""
+    """The first gate that a draft does not pass; `confidence[d]` is the probability of its best path of depth d + 1."""
     passed = (gate for gate in sorted(gates) if gate.depth <= len(confidence))
     return next((gate for gate in passed if confidence[gate.depth - 1] <= gate.floor), None)
 
 
-def confidence(tree: Tree, chances: Seq[float]) -> list[float]:
-    """The chance of the best path, by depth."""
+def confidence(tree: Tree, probs: Seq[float]) -> list[float]:
+    """The probability of the best path, by depth."""
     best = [0.0] * max(tree.depths)
     for node, depth in enumerate(tree.depths):
         if node != ROOT:
-            best[depth - 1] = max(best[depth - 1], chances[node])
+            best[depth - 1] = max(best[depth - 1], probs[node])
     return best
 
 
 def prune(tree: Tree, gates: Seq[Gate], nodes: int) -> Tree:
     """The draft up to the gate that stopped it, likeliest first: as many nodes as the gate leaves it, or all."""
-    chances, depths = reach(tree), tree.depths
-    gate = stopped(confidence(tree, chances), gates) if len(tree) > 1 else None
+    probs, depths = reach(tree), tree.depths
+    gate = stopped(confidence(tree, probs), gates) if len(tree) > 1 else None
     room = nodes if gate is None else min(nodes, max(gate.depth, round(gate.keep * nodes)))
     inside = [node for node in range(1, len(tree)) if gate is None or depths[node] <= gate.depth]
     # A parent is at least as likely as its children and stands before them, so what is kept hangs together.
-    return tree.select([ROOT, *sorted(inside, key=lambda node: (-chances[node], node))[:room]])
+    return tree.select([ROOT, *sorted(inside, key=lambda node: (-probs[node], node))[:room]])
 
 
 def fill(tree: Tree, slots: Seq[TemplateNode], known: Successors, budget: Budget, source: str) -> Tree:
@@ -104,7 +106,7 @@ def fill(tree: Tree, slots: Seq[TemplateNode], known: Successors, budget: Budget
         token = known.row(tree.tokens[parent])[slot.rank]
         room = tree.child(parent, token) is not None or len(tree.children(parent)) < budget.width
         if token != EMPTY and room:
-            place[-1] = tree.add(parent, token, source=source, chance=slot.chance)
+            place[-1] = tree.add(parent, token, source=source, prob=slot.prob)
     return tree
 
 
@@ -114,5 +116,5 @@ def extend(tree: Tree, known: Successors, ranks: Seq[Seq[float]], budget: Budget
         token = known.row(tree.tokens[-1])[0]
         if token == EMPTY:
             break
-        tree.add(len(tree) - 1, token, source=source, chance=ranks[min(depth, len(ranks)) - 1][0])
+        tree.add(len(tree) - 1, token, source=source, prob=ranks[min(depth, len(ranks)) - 1][0])
     return tree

@@ -114,7 +114,7 @@ class ParallelDrafter(ModelDrafter):
         return self._linked
 
     def slot(self, seq: Sequence) -> int:
-        kept, lm = seq.memory(self, Text).kept, self.lm(seq)
+        kept, lm = seq.state(self, Text).kept, self.lm(seq)
         if "slot" not in kept:
             kept["slot"] = DraftSlot(lm, lm.acquire([]))
         return kept["slot"].slot
@@ -126,7 +126,7 @@ class ParallelDrafter(ModelDrafter):
         ready = [given for given in zip(seqs, budgets, strict=True) if self._read(given[0])]
         if ready:
             deepest = max(budget.depth for _, budget in ready)
-            made = self._head.slots([seq.memory(self, Text) for seq, _ in ready], deepest)  # [rows, slots, hidden]
+            made = self._head.slots([seq.state(self, Text) for seq, _ in ready], deepest)  # [rows, slots, hidden]
             grown = self._alone(ready, made) if self._linked is None else self._told(self._linked, ready, made)
             trees |= {seq.id: tree for (seq, _), tree in zip(ready, grown, strict=True)}
         return [trees[seq.id] for seq in seqs]
@@ -134,8 +134,8 @@ class ParallelDrafter(ModelDrafter):
     def _alone(self, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
         """Trees of slots that know nothing of each other."""  # [rows, slots, hidden]
         found = []
-        for (seq, budget), law in zip(ready, self._head.logits(made), strict=True):
-            known = fitted(self._head.spread(law[: budget.depth], self._vocab), seq.vocab)
+        for (seq, budget), distribution in zip(ready, self._head.logits(made), strict=True):
+            known = fitted(self._head.spread(distribution[: budget.depth], self._vocab), seq.vocab)
             found.append(parallel_trees.grow(seq, known, budget, self.ranks))
         return found
 
@@ -143,17 +143,17 @@ class ParallelDrafter(ModelDrafter):
         """Trees of slots that are told what comes before them."""  # [rows, slots, hidden]
         if self.ranks:
             rows = zip(ready, made, strict=True)
-            laws = [
+            distributions = [
                 (LinkedDistributions(lm, seq, own[: budget.depth], budget.width), budget) for (seq, budget), own in rows
             ]
-            return [parallel_trees.grown(law, budget, self.ranks) for law, budget in laws]
+            return [parallel_trees.grown(distribution, budget, self.ranks) for distribution, budget in distributions]
         for (seq, _), own in zip(ready, made, strict=True):
             lm.place(self.slot(seq), own)
         within = [budget.within(made.shape[1], trees=True) for _, budget in ready]
         return super().propose_batch([seq for seq, _ in ready], within)
 
     def _read(self, seq: Sequence) -> bool:
-        text = seq.memory(self, Text)
+        text = seq.state(self, Text)
         text.token, text.hidden = seq.tokens[-1], states(seq)
         return text.hidden is not None
 

@@ -81,8 +81,8 @@ class LinkedLM(CachelessLM):
             counts.append(len(new))
         told = torch.tensor(tokens, device=self.device)
         states = self._told(torch.cat(slots), torch.cat(before), told)
-        parts = zip(self._laws(states).split(counts), states.split(counts), strict=True)
-        return [SegmentOutput(law, {STATE[0]: left}) for law, left in parts]
+        parts = zip(self._distributions(states).split(counts), states.split(counts), strict=True)
+        return [SegmentOutput(distribution, {STATE[0]: left}) for distribution, left in parts]
 
     @torch.no_grad()
     def draft(
@@ -122,7 +122,7 @@ class LinkedLM(CachelessLM):
         assert self.head.link is not None
         return self.head.link(slots, before, self.head.embed(tokens))
 
-    def _laws(self, states: Tensor) -> Tensor:  # [nodes, hidden] -> [nodes, vocab]
+    def _distributions(self, states: Tensor) -> Tensor:  # [nodes, hidden] -> [nodes, vocab]
         return self.head.spread(self.head.logits(states), self.vocab)
 
     @torch.no_grad()
@@ -131,11 +131,11 @@ class LinkedLM(CachelessLM):
         before = torch.zeros_like(slots[0])
         for slot, token in zip(slots, path, strict=False):
             before = self._told(slot, before, torch.tensor(token, device=self.device))
-        return self._laws(before)
+        return self._distributions(before)
 
 
 class LinkedDistributions:
-    """The laws of one request's next tokens, each asked for behind the guesses before it: as `slots.Slots`."""
+    """The distributions of one request's next tokens, each asked for behind the guesses before it: as `slots.Slots`."""
 
     def __init__(self, lm: LinkedLM, seq: Sequence, slots: Tensor, width: int):  # [slots, hidden]
         self.lm, self.seq, self.slots, self.width = lm, seq, slots, width
@@ -144,9 +144,9 @@ class LinkedDistributions:
     def behind(self, path: list[int]) -> RankedCandidates | None:
         key = tuple(path)
         if len(path) < len(self.slots) and key not in self._seen:
-            law = fitted(self.lm.behind(self.slots, [self.seq.tokens[-1], *path])[None], self.seq.vocab)
+            distribution = fitted(self.lm.behind(self.slots, [self.seq.tokens[-1], *path])[None], self.seq.vocab)
             try:
-                (self._seen[key],) = ranked_candidates(self.seq, law, [self.seq.tokens + path], self.width)
+                (self._seen[key],) = ranked_candidates(self.seq, distribution, [self.seq.tokens + path], self.width)
             except RequestFailed:  # no token that the head knows is allowed here
                 self._seen[key] = None
         return self._seen.get(key)

@@ -1,7 +1,8 @@
 """Growth: a model guesses, as a chain or as a best-first tree. Base of all methods that draft with a model.
 
 When the target samples, the draft draws with the target's own noise, so that the two mostly choose alike. Under a
-verifier that needs the draft's law (`residual`) it draws with noise of its own and leaves the law in the tree.
+verifier that needs the draft's distribution (`residual`) it draws with noise of its own and leaves the distribution in
+the tree.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Candidate:
 
     parent: int
     token: int
-    reach: float  # log of the chance that it is accepted
+    reach: float  # log of the probability that it is accepted
     signal: Signal
 
 
@@ -49,7 +50,7 @@ class TreeGrowth:
     root: int = ROOT  # of the guesses; nodes before it are committed tokens
 
     @classmethod
-    def of(cls, seq: Sequence, budget: Budget, unsettled: int) -> TreeGrowth:
+    def begin(cls, seq: Sequence, budget: Budget, unsettled: int) -> TreeGrowth:
         scored = Tree.chain(seq.tokens[-unsettled:])
         return cls(seq, budget, scored, {len(scored) - 1: 0.0}, root=len(scored) - 1)
 
@@ -83,7 +84,7 @@ class ModelDrafter(Shaped):
     def slot(self, seq: Sequence) -> int:
         """The slot of `lm` that this request has."""
         lm = self.lm(seq)
-        return seq.memory(self, lambda: DraftSlot(lm, lm.acquire(seq.tokens[:-1], context=seq.context))).slot
+        return seq.state(self, lambda: DraftSlot(lm, lm.acquire(seq.tokens[:-1], context=seq.context))).slot
 
     def close(self, seq: Sequence) -> None:
         held: DraftSlot | None = seq.forget(self)
@@ -96,7 +97,7 @@ class ModelDrafter(Shaped):
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         lm = self.lm(seqs[0])
         able = [budget.within(budget.depth, lm.trees) for budget in budgets]
-        growths = [TreeGrowth.of(seq, budget, self.unsettled) for seq, budget in zip(seqs, able, strict=True)]
+        growths = [TreeGrowth.begin(seq, budget, self.unsettled) for seq, budget in zip(seqs, able, strict=True)]
         active = [growth for growth in growths if _can(growth, lm)]
         lm.feed([growth.settled for growth in active], [self.slot(growth.seq) for growth in active])
         drafted = self._by_itself(lm, active)
@@ -139,7 +140,7 @@ class ModelDrafter(Shaped):
             return False
         growth.candidates += level
         growth.since, growth.depth = len(tree), growth.depth + 1
-        # Under a law of the draft's own, which draws grow on must not depend on what they are: the first does.
+        # Under a distribution of the draft's own, which draws grow on must not depend on what they are: the first does.
         frontier = level[:1]
         if seq.verifier.shares_noise:
             frontier = sorted(level, key=lambda c: -c.reach)[: budget.width]
@@ -159,10 +160,10 @@ class ModelDrafter(Shaped):
         seq, found = growth.seq, list[Candidate]()
         prefixes = [seq.tokens + growth.path(node) for node in nodes]
         for node, seen in zip(nodes, ranked_candidates(seq, logits, prefixes, growth.budget.width), strict=True):
-            if seen.law is not None:
-                growth.scored.probs[node] = seen.law
-            for rank, (token, chance) in enumerate(zip(seen.tokens, seen.chances, strict=True)):
-                reach = growth.reach[node] + math.log(max(chance, 1e-300))
+            if seen.distribution is not None:
+                growth.scored.proposals[node] = seen.distribution
+            for rank, (token, prob) in enumerate(zip(seen.tokens, seen.probs, strict=True)):
+                reach = growth.reach[node] + math.log(max(prob, 1e-300))
                 found.append(Candidate(node, token, reach, seen.signal(rank)))
         return found
 
@@ -222,7 +223,9 @@ def _final(growth: TreeGrowth) -> Tree:
             grown = growth.scored.child(c.parent, c.token)
             if grown is not None:
                 place[grown] = node
-    tree.probs = {place[node]: law for node, law in growth.scored.probs.items() if node in place}
+    tree.proposals = {
+        place[node]: distribution for node, distribution in growth.scored.proposals.items() if node in place
+    }
     return tree
 
 

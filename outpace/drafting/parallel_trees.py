@@ -1,7 +1,8 @@
-"""Slots: trees from laws of several tokens ahead that were all guessed at once.
+"""Slots: trees from distributions of several tokens ahead that were all guessed at once.
 
-Such a law knows its place, not what was guessed before it, so a path is as likely as its tokens are, each in its slot.
-The likeliest tree of so many nodes is found best-first over ranks (DDTree), or its ranks are given, as Medusa does.
+Such a distribution knows its place, not what was guessed before it, so a path is as likely as its tokens are, each in
+its slot. The likeliest tree of so many nodes is found best-first over ranks (DDTree), or its ranks are given, as Medusa
+does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class PathDistributions(Protocol):
 
 
 class SlotDistributions:
-    """The laws of one request's next tokens, as its sampler sees them."""
+    """The distributions of one request's next tokens, as its sampler sees them."""
 
     def __init__(self, seq: Sequence, logits: Tensor, width: int):  # [slots, vocab]
         self.seq, self.logits, self.width = seq, logits, width
@@ -41,7 +42,8 @@ class SlotDistributions:
     def behind(self, path: list[int]) -> RankedCandidates | None:
         if len(path) >= len(self.logits):
             return None
-        # Processors look at the guesses: with them a slot has another law behind each path, else all are seen at once.
+        # Processors look at the guesses: with them a slot has another distribution behind each path, else all are seen
+        # at once.
         alone = bool(self.seq.sampler.processors)
         key, at = (tuple(path), 0) if alone else ((), len(path))
         if key not in self._seen:
@@ -58,7 +60,7 @@ class SlotDistributions:
 
 
 def grow(seq: Sequence, logits: Tensor, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
-    """From laws that do not depend on what comes before them."""  # [slots, vocab]
+    """From distributions that do not depend on what comes before them."""  # [slots, vocab]
     return grown(SlotDistributions(seq, logits[: budget.depth], budget.width), budget, ranks)
 
 
@@ -73,12 +75,12 @@ def grown(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks] = ()) -> T
 def best_first(slots: PathDistributions, budget: Budget) -> Tree:
     """The nodes that are likeliest to be accepted; a parent is likelier than its children, so they hang together."""
     tree, paths = Tree([slots.seq.tokens[-1]]), [list[int]()]
-    frontier: list[tuple[float, int, int, float]] = []  # minus its log chance, parent, rank there, the parent's
+    frontier: list[tuple[float, int, int, float]] = []  # minus its log probability, parent, rank there, the parent's
 
     def push(parent: int, rank: int, cost: float) -> None:
         seen = slots.behind(paths[parent])
         if seen is not None and rank < len(seen.tokens):
-            own = cost - math.log(max(seen.chances[rank], 1e-300))
+            own = cost - math.log(max(seen.probs[rank], 1e-300))
             heapq.heappush(frontier, (own, parent, rank, cost))
 
     push(ROOT, 0, 0.0)
@@ -109,12 +111,13 @@ def static(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks]) -> Tree:
 
 
 def drawn(slots: PathDistributions, budget: Budget) -> Tree:
-    """A chain, each token drawn from its slot's law, which is left in the tree: what was drawn may not be chosen."""
+    """A chain, each token drawn from its slot's distribution, which is left in the tree: what was drawn may not be
+    chosen."""
     seq, path = slots.seq, list[int]()
     tree = Tree([seq.tokens[-1]])
     while len(path) < budget.nodes and (seen := slots.behind(path)) is not None:
-        assert seen.law is not None
-        tree.probs[len(path)] = seen.law
+        assert seen.distribution is not None
+        tree.proposals[len(path)] = seen.distribution
         tree.add(len(path), seen.tokens[0], seen.signal(0))
         path.append(seen.tokens[0])
         if not seq.policy.keep_drafting(seq, seen.signal(0), len(path)):

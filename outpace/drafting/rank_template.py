@@ -10,7 +10,7 @@ RANKS, DEPTH = 8, 8  # of the template: the width and depth that did best in the
 
 
 def likely_ranks(depth: int = DEPTH, ranks: int = RANKS) -> tuple[tuple[float, ...], ...]:
-    """Chances of each rank at each depth before anything was counted: half of the mass is on the first."""
+    """Probabilities of each rank at each depth before anything was counted: half of the mass is on the first."""
     return ((*(0.5 / (rank + 1) ** 1.5 for rank in range(ranks)),),) * depth
 
 
@@ -20,7 +20,7 @@ class TemplateNode(NamedTuple):
     parent: int  # in the template; -1: the root
     rank: int
     depth: int
-    chance: float
+    prob: float
 
 
 def template(ranks: Seq[Seq[float]], count: int, depth: int) -> list[TemplateNode]:
@@ -30,7 +30,7 @@ def template(ranks: Seq[Seq[float]], count: int, depth: int) -> list[TemplateNod
     def level(at: int) -> Seq[float]:
         return ranks[min(at, len(ranks)) - 1]
 
-    frontier = [(-level(1)[0], 1, -1, 0, 1.0)]  # minus the chance of the path, depth, parent, rank, the parent's
+    frontier = [(-level(1)[0], 1, -1, 0, 1.0)]  # minus the probability of the path, depth, parent, rank, the parent's
     while frontier and len(found) < count:
         cost, at, parent, rank, reach = heapq.heappop(frontier)
         found.append(TemplateNode(parent, rank, at, level(at)[rank]))

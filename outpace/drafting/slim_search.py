@@ -36,7 +36,8 @@ def _gone(count: int, skip: float) -> int:
 
 
 def tiered_cost(slim: Tensor, whole: Tensor) -> float:
-    """How far a slim verifier that accepts by itself leads away (VIA-SD): what it holds too likely, by both laws."""
+    """How far a slim verifier that accepts by itself leads away (VIA-SD): what it holds too likely, by both
+    distributions."""
     ratio = slim - whole
     over = (slim.exp() * (ratio + math.log(1 - ACCEPT)).clamp(min=0)).nan_to_num(0.0)
     under = (whole.exp() * (ratio + math.log(RESIDUAL)).clamp(min=0)).nan_to_num(0.0)
@@ -67,13 +68,15 @@ def search(
     texts = [text for text in texts if len(text) > 1]
     if not texts:
         raise UsageError("a search for layers needs texts of two tokens or more")
-    count, chance = layers.count, random.Random(seed)
+    count, draw = layers.count, random.Random(seed)
     whole = layers.reference(range(count))
     wanted = [_said(whole, text) for text in texts]
 
     def price(kept: Seq[int]) -> float:
         slim = layers.reference(kept)
-        return sum(cost(_said(slim, text), law) for text, law in zip(texts, wanted, strict=True)) / len(texts)
+        return sum(
+            cost(_said(slim, text), distribution) for text, distribution in zip(texts, wanted, strict=True)
+        ) / len(texts)
 
     best = spread(count, skip)
     even = lowest = price(best)
@@ -84,7 +87,7 @@ def search(
         if not inner or not gone:
             break
         idle += 1
-        out, back = chance.choice(inner), chance.choice(gone)
+        out, back = draw.choice(inner), draw.choice(gone)
         candidate = sorted({*best, back} - {out})
         if tuple(candidate) in seen:
             continue
@@ -94,7 +97,10 @@ def search(
         if found < lowest:
             best, lowest, idle = candidate, found, 0
     slim = layers.reference(best)
-    alike = [_said(slim, text).argmax(-1) == law.argmax(-1) for text, law in zip(texts, wanted, strict=True)]
+    alike = [
+        _said(slim, text).argmax(-1) == distribution.argmax(-1)
+        for text, distribution in zip(texts, wanted, strict=True)
+    ]
     return LayerChoice(best, lowest, even, tried, float(torch.cat(alike).double().mean()))
 
 

@@ -26,7 +26,7 @@ class ChainStepOutput(NamedTuple):
     """What a head says at one step of all its chains over a training text: column t guesses behind token t + 1."""
 
     states: Tensor  # [batch, columns, hidden]
-    at: Tensor  # [batch, columns]: the token of the text behind which this law is to be that of the target
+    at: Tensor  # [batch, columns]: the token of the text behind which this distribution is to be that of the target
     output: Callable[[Tensor], Tensor]  # [..., hidden] -> [..., draft vocab]: not of states that nobody asks for
 
     @property

@@ -33,7 +33,7 @@ class Rotations(NamedTuple):
     cos: Tensor  # [..., tokens, dim]
     sin: Tensor
 
-    def of(self, x: Tensor) -> Tensor:  # [..., heads, tokens, dim]
+    def rotate(self, x: Tensor) -> Tensor:  # [..., heads, tokens, dim]
         return x * self.cos.unsqueeze(-3) + rotate_half(x) * self.sin.unsqueeze(-3)
 
 
@@ -51,14 +51,14 @@ class BlockLayer(nn.Module):
 
     def sides(self, states: Tensor, turns: Rotations) -> Tensor:
         """Keys and values."""  # [..., tokens, hidden] -> [2, ..., kv heads, tokens, dim]
-        return torch.stack([turns.of(self._heads(self.k_proj(states))), self._heads(self.v_proj(states))])
+        return torch.stack([turns.rotate(self._heads(self.k_proj(states))), self._heads(self.v_proj(states))])
 
     def _heads(self, x: Tensor) -> Tensor:  # [..., tokens, heads * dim] -> [..., heads, tokens, dim]
         return x.unflatten(-1, (-1, self.dim)).transpose(-2, -3)
 
     def forward(self, states: Tensor, turns: Rotations, attend: Attend) -> Tensor:  # [..., tokens, hidden]
         normed = self.input_layernorm(states)
-        attended = attend(turns.of(self._heads(self.q_proj(normed))), self.sides(normed, turns))
+        attended = attend(turns.rotate(self._heads(self.q_proj(normed))), self.sides(normed, turns))
         states = states + self.o_proj(attended.transpose(-2, -3).flatten(-2))
         return states + self.mlp(self.post_attention_layernorm(states))
 

@@ -47,7 +47,7 @@ KNOWN = {
 TARGET = "target"  # the name of the target's own parts
 
 
-def of(name: str, config: PreTrainedConfig) -> LayerClasses:
+def classes_of(name: str, config: PreTrainedConfig) -> LayerClasses:
     """Parts by name; `config` is that of the head's layers."""
     if name != TARGET:
         return KNOWN[name]

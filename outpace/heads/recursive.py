@@ -52,7 +52,7 @@ class RecursiveDecoder(nn.Module):
     def __init__(self, config: PreTrainedConfig, ends: Embeddings, spec: HeadSpec):
         super().__init__()
         self.config, self.spec = config, spec
-        self.parts = parts.of(spec.parts, config)
+        self.parts = parts.classes_of(spec.parts, config)
         self.embed = embedding(ends)
         self.norm = self.parts.norm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = self.parts.rotary(config)

@@ -82,8 +82,8 @@ class Auto(Drafter):
             alike = [replace(budgets[i], width=self._model.shape.width) for i in asked]
             drafted = self._model.propose_batch([seqs[i] for i in asked], alike)
             for i, tree in zip(asked, drafted, strict=True):
-                # Guesses that were drawn from a law may stand beside no others.
-                trees[i] = tree if tree.probs else merge(trees[i], tree, self._model.name)
+                # Guesses that were drawn from a distribution may stand beside no others.
+                trees[i] = tree if tree.proposals else merge(trees[i], tree, self._model.name)
         return trees
 
     def _retrieve(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
@@ -96,12 +96,12 @@ class Auto(Drafter):
                 merge(tree, found, part.name)
                 tree.signals.clear()  # only a draft model's are left, so that they tell which nodes are its
         for seq in seqs:
-            seq.memory(self, list[bool])[:] = [True]
+            seq.state(self, list[bool])[:] = [True]
         return trees
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         """Learn, unless nobody was asked: while guessing is off it should cost nothing."""
-        asked = seq.memory(self, list[bool])
+        asked = seq.state(self, list[bool])
         if asked and asked.pop():
             for part in self._parts:
                 part.observe(seq, step, scores)
@@ -120,14 +120,14 @@ def merge(tree: Tree, other: Tree, source: str) -> Tree:
     place = [ROOT]
     for node in range(1, len(other)):
         parent, signal = place[other.parents[node]], other.signals.get(node)
-        chance = other.chances.get(node, None if signal is None else signal.prob)
+        prob = other.probs.get(node, None if signal is None else signal.prob)
         known = tree.child(parent, other.tokens[node])
         if known is None:
-            known = tree.add(parent, other.tokens[node], signal, other.sources.get(node, source), chance)
+            known = tree.add(parent, other.tokens[node], signal, other.sources.get(node, source), prob)
         else:
             if signal is not None:
                 tree.signals[known] = signal
-            if chance is not None:
-                tree.chances[known] = 1 - (1 - tree.chances.get(known, 0.0)) * (1 - chance)
+            if prob is not None:
+                tree.probs[known] = 1 - (1 - tree.probs.get(known, 0.0)) * (1 - prob)
         place.append(known)
     return tree

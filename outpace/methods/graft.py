@@ -66,7 +66,7 @@ class Graft(Drafter):
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         shares = [self._share(budget) for budget in budgets]
         drafted = [
-            tree if tree.probs else tree.trim(share)
+            tree if tree.proposals else tree.trim(share)
             for tree, share in zip(self._inner.propose_batch(seqs, shares), shares, strict=True)
         ]
         return [self._grafted(*given) for given in zip(seqs, drafted, budgets, strict=True)]
@@ -81,7 +81,7 @@ class Graft(Drafter):
 
     def _grafted(self, seq: Sequence, drafted: Tree, budget: Budget) -> Tree:
         self._learn_prompt(seq)
-        if drafted.probs:  # tokens that were drawn from a law may not be dropped, nor stand beside others
+        if drafted.proposals:  # tokens that were drawn from a distribution may not be dropped, nor stand beside others
             return drafted
         tree = graft_gates.prune(drafted, self._grafting.gates, budget.nodes)
         for node in range(1, len(tree)):
@@ -102,7 +102,7 @@ class Graft(Drafter):
             self._known.learn_text(seq.tokens)
             return True
 
-        seq.memory(self, learn)
+        seq.state(self, learn)
 
     def close(self, seq: Sequence) -> None:
         self._inner.close(seq)
@@ -111,6 +111,6 @@ class Graft(Drafter):
 def _read(path: str) -> Grafting:
     found = tuning_file.section(path, "graft")
     try:
-        return Grafting.of(found)
+        return Grafting.from_section(found)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"the calibration {path!r} is not of this format: {error!r}") from error

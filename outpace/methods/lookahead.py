@@ -82,4 +82,4 @@ class Lookahead(Drafter):
             seeds = [seq.tokens[-1 - i % len(seq.tokens)] for i in range(size)]
             return LookaheadWindow([seeds[k : k + self.window] for k in range(self.n - 1)])
 
-        return seq.memory(self, fresh)
+        return seq.state(self, fresh)

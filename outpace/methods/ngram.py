@@ -50,7 +50,7 @@ class NGram(Drafter):
         return tree
 
     def _index(self, seq: Sequence) -> Index:
-        index = seq.memory(self, Index)
+        index = seq.state(self, Index)
         # The last token has no continuation yet, so n-grams that end with it wait.
         for end in range(index.done + 1, len(seq.tokens)):
             for n in range(self.min_n, min(self.max_n, end) + 1):

@@ -38,12 +38,12 @@ class Recycling(Drafter):
         return Budget(self.depth, self.nodes, self.k)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
-        """Grow best-first by the chance of each rank, learned from what was accepted."""
-        rows = seq.memory(self, lambda: self._learn_prompt(seq))
+        """Grow best-first by the probability of each rank, learned from what was accepted."""
+        rows = seq.state(self, lambda: self._learn_prompt(seq))
         rows.clear()
         weights = [m / o for m, o in zip(self._matched, self._offered, strict=True)]
         tree, ranks = Tree([seq.tokens[-1]]), min(self.k, budget.width)
-        # The likeliest comes first: minus its chance, its parent, its rank there, the parent's chance, its depth.
+        # The likeliest comes first: minus its probability, parent, rank, the parent's probability, depth.
         frontier = [(-weights[0], ROOT, 0, 1.0, 1)]
         while frontier and len(tree) <= budget.nodes:
             cost, parent, rank, reach, depth = heapq.heappop(frontier)
@@ -52,7 +52,7 @@ class Recycling(Drafter):
                 row = rows[tree.tokens[parent]] = self._known.row(tree.tokens[parent])
             if row[rank] == EMPTY:
                 continue
-            node = tree.add(parent, row[rank], chance=weights[rank])
+            node = tree.add(parent, row[rank], prob=weights[rank])
             if rank + 1 < ranks:
                 heapq.heappush(frontier, (-reach * weights[rank + 1], parent, rank + 1, reach, depth))
             if depth < budget.depth:
@@ -60,7 +60,7 @@ class Recycling(Drafter):
         return tree
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
-        rows = seq.memory(self, lambda: self._learn_prompt(seq))
+        rows = seq.state(self, lambda: self._learn_prompt(seq))
         # By the table, not by the tree: others may have put nodes into it, or taken some out.
         for node, choice in zip(step.path, step.tokens, strict=False):
             for rank, token in enumerate(rows.get(step.tree.tokens[node], ())):

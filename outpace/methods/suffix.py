@@ -93,7 +93,7 @@ NO_MATCH = SuffixMatch(START, 0)
 class Continuation(NamedTuple):
     """A continuation that could be added next; the smallest comes first."""
 
-    cost: float  # minus the chance of the path, by counts
+    cost: float  # minus the probability of the path, by counts
     order: int
     state: int
     parent: int
@@ -147,27 +147,27 @@ class Suffix(Drafter):
         depth = min(budget.depth, int(self.per_match * reader.match.length))
         frontier: list[Continuation] = []
 
-        def look(state: int, parent: int, chance: float, level: int) -> None:
+        def look(state: int, parent: int, prob: float, level: int) -> None:
             total = sum(automaton.count[s] for token, s in automaton.next[state].items() if token != SEPARATOR)
             for token, child in automaton.next[state].items() if level <= depth else ():
                 share = automaton.count[child] / total if total and token != SEPARATOR else 0.0
-                if chance * share >= self.min_chance:
+                if prob * share >= self.min_chance:
                     # Of two that are equally frequent the newer state goes first.
-                    heapq.heappush(frontier, Continuation(-chance * share, -child, child, parent, level, token, share))
+                    heapq.heappush(frontier, Continuation(-prob * share, -child, child, parent, level, token, share))
 
         look(reader.match.state, ROOT, 1.0, 1)
         while frontier and len(tree) <= budget.nodes:
             guess = heapq.heappop(frontier)
             if len(tree.children(guess.parent)) >= budget.width:
                 continue
-            chance = guess.share * (1 - DOUBT ** (reader.match.length + guess.depth - 1))
-            node = tree.add(guess.parent, guess.token, Signal(-guess.cost, 0.0), reader.source, chance)
+            prob = guess.share * (1 - DOUBT ** (reader.match.length + guess.depth - 1))
+            node = tree.add(guess.parent, guess.token, Signal(-guess.cost, 0.0), reader.source, prob)
             expected -= guess.cost
             look(guess.state, node, -guess.cost, guess.depth + 1)
         return tree, expected
 
     def _readers(self, seq: Sequence) -> list[Reader]:
-        readers = seq.memory(self, self._fresh)
+        readers = seq.state(self, self._fresh)
         for i, reader in enumerate(readers):
             for token in seq.tokens[reader.read :]:
                 reader.match = reader.automaton.follow(reader.match, token)

@@ -26,7 +26,9 @@ from outpace.errors import UsageError
 
 LEAST, MOST = 20, 400  # choices of the target from which a floor is drawn
 MISSED = 0.05  # share of them that may lie under it
-Laws = dict[tuple[int, ...], Tensor]  # tokens from the root on -> what the slim verifier expects after them, [vocab]
+Distributions = dict[
+    tuple[int, ...], Tensor
+]  # tokens from the root on -> what the slim verifier expects after them, [vocab]
 
 
 @dataclass
@@ -39,7 +41,7 @@ class PendingBlock:
     open: bool = True  # there is more to decide without the target
 
     @classmethod
-    def of(cls, seq: Sequence, budget: Budget) -> PendingBlock:
+    def begin(cls, seq: Sequence, budget: Budget) -> PendingBlock:
         # All but the tokens is shared, what the drafter remembers of the request included.
         return cls(replace(seq, tokens=list(seq.tokens)), budget, Tree([seq.tokens[-1]]))
 
@@ -113,12 +115,12 @@ class ViaSD(Drafter):
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         if self.exact:
             drafted = self._inner.propose_batch(seqs, budgets)
-            judged = [i for i, tree in enumerate(drafted) if len(tree) > 1 and not tree.probs]
+            judged = [i for i, tree in enumerate(drafted) if len(tree) > 1 and not tree.proposals]
             scores = self._score([seqs[i] for i in judged], [drafted[i] for i in judged])
             for i, logits in zip(judged, scores, strict=True):
                 drafted[i] = self._ordered(seqs[i], drafted[i], logits)
             return drafted
-        blocks = [PendingBlock.of(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        blocks = [PendingBlock.begin(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
         while active := [block for block in blocks if block.open]:
             self._round(active)
         return [block.tree for block in blocks]
@@ -135,11 +137,11 @@ class ViaSD(Drafter):
     def _slot(self, seq: Sequence) -> int:
         slim = self._slim
         assert slim is not None
-        return seq.memory(slim, lambda: slim.acquire(seq.tokens[:-1], context=seq.context))
+        return seq.state(slim, lambda: slim.acquire(seq.tokens[:-1], context=seq.context))
 
     def _ordered(self, seq: Sequence, tree: Tree, logits: Tensor) -> Tree:
         """The tree without what the slim verifier holds unlikely, and the likeliest paths first."""
-        reach, kept, laws = {ROOT: 1.0}, [ROOT], seq.memory(self, Laws)
+        reach, kept, distributions = {ROOT: 1.0}, [ROOT], seq.state(self, Distributions)
         floor = self._floor
         for node in range(len(tree)):
             children = tree.children(node)
@@ -147,12 +149,14 @@ class ViaSD(Drafter):
                 continue
             after = [tree.tokens[n] for n in tree.path(node)[1:]]
             shaped = seq.sampler.shape(logits[node], seq.tokens + after)
-            law = seq.sampler.noised(shaped, len(seq.tokens + after)).double().softmax(-1)  # as the target will choose
-            laws[tuple(after)], least = law, floor * float(law.max())
+            distribution = (
+                seq.sampler.noised(shaped, len(seq.tokens + after)).double().softmax(-1)
+            )  # as the target will choose
+            distributions[tuple(after)], least = distribution, floor * float(distribution.max())
             for child in children:
-                chance = float(law[tree.tokens[child]])
-                if chance >= least and chance > 0:
-                    reach[child], tree.chances[child] = reach[node] * chance, chance
+                prob = float(distribution[tree.tokens[child]])
+                if prob >= least and prob > 0:
+                    reach[child], tree.probs[child] = reach[node] * prob, prob
                     tree.sources.setdefault(child, self._inner.name)
                     kept.append(child)
         return tree.select(sorted(kept, key=lambda node: (-reach[node], node)))
@@ -180,14 +184,14 @@ class ViaSD(Drafter):
         seq, tree, asked = block.shadow, block.tree, False
         for node, token in enumerate(drafted.tokens[1:]):
             shaped = seq.sampler.shape(logits[node], seq.tokens)
-            law = shaped.double().softmax(-1)
-            share = float(law[token] / law.max())
+            distribution = shaped.double().softmax(-1)
+            share = float(distribution[token] / distribution.max())
             if share == 0:  # it may not even be allowed, and what follows it could not be judged
                 return False
             doubted = self.ask <= share < self.accept
             chosen = int(seq.sampler.noised(shaped, len(seq.tokens)).argmax()) if doubted else token
-            source, chance = self._inner.name if chosen == token else f"{self.name}: slim", float(law[chosen])
-            added = tree.add(len(tree) - 1, chosen, Signal(chance, 0.0), source, chance)
+            source, prob = self._inner.name if chosen == token else f"{self.name}: slim", float(distribution[chosen])
+            added = tree.add(len(tree) - 1, chosen, Signal(prob, 0.0), source, prob)
             if share >= self.ask:
                 tree.trusted.add(added)
             asked = asked or share < self.ask
@@ -200,12 +204,12 @@ class ViaSD(Drafter):
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         self._inner.observe(seq, step, scores)
-        laws = seq.memory(self, Laws)
+        distributions = seq.state(self, Distributions)
         for depth, token in enumerate(step.tokens):
-            law = laws.get(tuple(step.tokens[:depth]))
-            if law is not None:
-                self._held.append(float(law[token] / law.max()))
-        laws.clear()
+            distribution = distributions.get(tuple(step.tokens[:depth]))
+            if distribution is not None:
+                self._held.append(float(distribution[token] / distribution.max()))
+        distributions.clear()
 
     def close(self, seq: Sequence) -> None:
         self._inner.close(seq)

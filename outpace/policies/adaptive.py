@@ -21,7 +21,7 @@ class Heuristic(Policy):
     most: int = 20
 
     def budget(self, seq: Sequence) -> Budget:
-        depth = seq.memory(self, lambda: [self.start])[0]
+        depth = seq.state(self, lambda: [self.start])[0]
         base = super().budget(seq)
         depth = depth if self.depth is None else min(depth, self.depth)
         nodes = max(base.nodes, depth) if base.width > 1 else depth
@@ -30,7 +30,7 @@ class Heuristic(Policy):
     def observe(self, seq: Sequence, step: Step) -> None:
         if step.drafted == 0:
             return
-        depth = seq.memory(self, lambda: [self.start])
+        depth = seq.state(self, lambda: [self.start])
         full = not step.tree.children(step.path[-1])
         depth[0] = min(self.most, depth[0] + 2) if full else max(1, depth[0] - 1)
 
@@ -97,4 +97,4 @@ class Entropy(Policy):
         state[0] = min(1.0, max(0.0, 0.9 * state[0] + 0.1 * wish))
 
     def _state(self, seq: Sequence) -> list[float]:
-        return seq.memory(self, lambda: [self.floor, self.target])  # the floor, mean acceptance
+        return seq.state(self, lambda: [self.floor, self.target])  # the floor, mean acceptance

@@ -183,7 +183,7 @@ def inner(given: str | Drafter | None, draft: Any) -> Drafter:
 
 
 def lossless_options(name: str) -> dict[str, object] | None:
-    """The options with which a method keeps the law: none for most; None where it never does."""
+    """The options with which a method keeps the distribution: none for most; None where it never does."""
     cls = find(name)
     return {} if cls.lossless else cls.lossless_if or None
 

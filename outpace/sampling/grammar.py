@@ -76,7 +76,7 @@ class Grammar:
     """Masks the tokens with which the output would leave the grammar; once it is complete, only stops are left.
 
     After tokens that had left it already (a rejected branch of a tree) only stops are allowed too: such a node is
-    never reached, and its law must still be one.
+    never reached, and its distribution must still be one.
     """
 
     def __init__(self, matcher: LLMatcher, stops: Sequence[int], start: int):

@@ -10,15 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probabilities under the model's own law, before any sampling setting, or under the law that was sampled."""
+    """Log-probabilities under the model's own distribution, before any sampling setting, or under the distribution that
+    was sampled."""
 
     token: int
     logprob: float
     top: dict[int, float]
-    entropy: float  # of that law, in nats
+    entropy: float  # of that distribution, in nats
 
 
-def logprob_of(token: int, law: Tensor, count: int) -> Logprob:  # [vocab], logarithms
-    top = torch.topk(law, min(count, law.numel()))
+def logprob_of(token: int, distribution: Tensor, count: int) -> Logprob:  # [vocab], logarithms
+    top = torch.topk(distribution, min(count, distribution.numel()))
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return Logprob(token, law[token].item(), dict(pairs), torch.special.entr(law.exp()).sum().item())
+    return Logprob(token, distribution[token].item(), dict(pairs), torch.special.entr(distribution.exp()).sum().item())

@@ -1,4 +1,4 @@
-"""Sampler: the law from which the target chooses, and the choice itself, by keyed noise.
+"""Sampler: the distribution from which the target chooses, and the choice itself, by keyed noise.
 
 A processor is a pure function of the prefix and the logits, so it can run at any node of a tree. The choice at a node
 is `argmax(logits)`, or `argmax(logits + gumbel(seed, position, token))`, which is a sample of softmax(logits).
@@ -64,7 +64,8 @@ class Sampler:
         return Pick(self.seed, self.sampling.temperature, () if self.greedy else self.filters, self.rule)
 
     def shape(self, logits: Tensor, prefix: list[int]) -> Tensor:
-        """Logits of the law of the token that follows `prefix`; -inf where it cannot be."""  # [vocab] -> [vocab]
+        """Logits of the distribution of the token that follows `prefix`; -inf where it cannot be."""
+        # [vocab] -> [vocab]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if not torch.isfinite(logits.max()):
             raise RequestFailed(f"the model gave non-finite logits at position {len(prefix)}")
@@ -108,17 +109,17 @@ class Sampler:
             return shaped
         return (self._rule if not salt else self._gumbel).scores(shaped, self.seed, position, salt)
 
-    def law(self, logits: Tensor, prefix: list[int]) -> Tensor:
+    def distribution(self, logits: Tensor, prefix: list[int]) -> Tensor:
         """Probabilities of the token that follows `prefix`, in float64."""  # [vocab] -> [vocab]
         logits = self.shape(logits, prefix)
         if self.greedy:
             return torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, logits.argmax(), 1.0)
         return logits.double().softmax(-1)
 
-    def log_law(self, logits: Tensor, prefix: list[int]) -> Tensor:
-        """The logarithms of `law`, precise for unlikely tokens too."""  # [vocab] -> [vocab]
+    def log_distribution(self, logits: Tensor, prefix: list[int]) -> Tensor:
+        """The logarithms of `distribution`, precise for unlikely tokens too."""  # [vocab] -> [vocab]
         if self.greedy:
-            return self.law(logits, prefix).log()
+            return self.distribution(logits, prefix).log()
         return self.shape(logits, prefix).double().log_softmax(-1)
 
     def uniform(self, *counters: int) -> float:

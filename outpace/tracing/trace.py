@@ -32,7 +32,7 @@ FORMAT, VERSION = "outpace-trace", 1
 class JudgedNode:
     """A node at which the target chose, if probabilities were asked for: how likely it held its choice and each child.
 
-    The law is that of the sampling settings; under greedy decoding, that of the model.
+    The distribution is that of the sampling settings; under greedy decoding, that of the model.
     """
 
     node: int
@@ -63,15 +63,15 @@ class PassRecord:
 
     @property
     def step(self) -> Step:
-        """The step as it was, but for the laws that a draft drew from."""
+        """The step as it was, but for the distributions that a draft drew from."""
         tree = Tree(
-            list(self.tokens), list(self.parents), dict(self.signals), chances=dict(self.chances),
+            list(self.tokens), list(self.parents), dict(self.signals), probs=dict(self.chances),
             trusted=set(self.trusted), decision=self.decision,
         )  # fmt: skip
         return Step(tree, list(self.path), list(self.committed), list(self.kept))
 
     @classmethod
-    def of(cls, line: dict[str, Any]) -> PassRecord:
+    def from_line(cls, line: dict[str, Any]) -> PassRecord:
         signals = {int(n): Signal(p, h, tuple(top)) for n, (p, h, top) in line.pop("signals", {}).items()}
         chances = {int(node): chance for node, chance in line.pop("chances", {}).items()}
         judged = [
@@ -183,11 +183,11 @@ class TraceWriter:
         }
         if isinstance(seq.watcher, TextStream):
             count = len(seq.generated)
-            line["text"] = seq.watcher.of(count - len(step.tokens), count)
+            line["text"] = seq.watcher.texts(count - len(step.tokens), count)
         if tree.signals:
             line["signals"] = {n: [s.prob, s.entropy, list(s.top)] for n, s in tree.signals.items()}
-        if tree.chances:
-            line["chances"] = {node: round(chance, 6) for node, chance in tree.chances.items()}
+        if tree.probs:
+            line["chances"] = {node: round(chance, 6) for node, chance in tree.probs.items()}
         if tree.trusted and not seq.verifier.lossless:
             line["trusted"] = sorted(tree.trusted)
         if tree.decision is not None:
@@ -213,9 +213,11 @@ def _judge(event: Event, step: Step) -> Iterator[JudgedNode]:
     assert scores is not None, "a pass has scores"
     start = len(seq.tokens) - len(step.tokens)
     for depth, (node, token) in enumerate(zip(step.path, step.tokens, strict=False)):
-        law = seq.sampler.shape(scores.logits[node], seq.tokens[: start + depth]).double().softmax(-1)  # [vocab]
-        children = {child: float(law[step.tree.tokens[child]]) for child in step.tree.children(node)}
-        yield JudgedNode(node, float(law[token]), children)
+        distribution = (
+            seq.sampler.shape(scores.logits[node], seq.tokens[: start + depth]).double().softmax(-1)
+        )  # [vocab]
+        children = {child: float(distribution[step.tree.tokens[child]]) for child in step.tree.children(node)}
+        yield JudgedNode(node, float(distribution[token]), children)
 
 
 def reason(record: PassRecord, node: int, pieces: dict[int, str]) -> str:
@@ -257,7 +259,7 @@ def _take(trace: Trace, kind: str, line: dict[str, Any]) -> None:
     if kind == "request":
         trace.requests.append(RequestTrace(**line))
     elif kind == "pass":
-        trace.requests[line["request"]].passes.append(PassRecord.of(line))
+        trace.requests[line["request"]].passes.append(PassRecord.from_line(line))
     elif kind == "end":
         ended = trace.requests[line["request"]]
         ended.finish_reason, ended.error = line["finish_reason"], line.get("error")

@@ -33,7 +33,7 @@ class LogPoint:
     measured: ValidationFigures | None = None  # after this step
 
     @classmethod
-    def of(cls, line: dict[str, Any]) -> LogPoint:
+    def from_line(cls, line: dict[str, Any]) -> LogPoint:
         measured = line.pop("measured", None)
         return cls(**line, measured=ValidationFigures(**measured) if measured else None)
 
@@ -62,7 +62,7 @@ class Log:
 
 
 def read(folder: Path) -> list[LogPoint]:
-    return [LogPoint.of(line) for line in _lines(folder)[1:]]
+    return [LogPoint.from_line(line) for line in _lines(folder)[1:]]
 
 
 def settings(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Losses: how far the law of a draft is from that of its target, as what the target would accept, or as nats.
+"""Losses: how far the distribution of a draft is from that of its target, as what the target would accept, or as nats.
 
-With the target's law p and the draft's q, a guess that is drawn from q is accepted with probability
+With the target's distribution p and the draft's q, a guess that is drawn from q is accepted with probability
 
     alpha = sum_v min(p(v), q(v))          the overlap; 1 - alpha is the total variation
 
@@ -47,7 +47,7 @@ _quick = cache(compile_function)
 
 
 class DistributionPair(NamedTuple):
-    """A draft's law beside its target's; zeros where a place does not count."""
+    """A draft's distribution beside its target's; zeros where a place does not count."""
 
     log_alpha: Tensor  # [places]: log of the overlap
     cross: Tensor  # [places]: cross-entropy, in nats
@@ -94,7 +94,7 @@ def _measured(draft: Tensor, target: Tensor, places: Tensor, at: Tensor, dtype: 
     q, p = draft[places].to(dtype), target[at].to(dtype)  # [tile, vocab]
     norms = q.logsumexp(-1), p.logsumexp(-1)
     q, p = q - norms[0][:, None], p - norms[1][:, None]
-    # Laws that share no token at all have no gradient; -inf would make it nan.
+    # Distributions that share no token at all have no gradient; -inf would make it nan.
     log_alpha = torch.minimum(q, p).logsumexp(-1).clamp(min=lowest)
     share, likely = _within(q, p, log_alpha).sum(-1), p.exp()
     entropy, cross = -(p.clamp(min=lowest) * likely).sum(-1), -(q.clamp(min=lowest) * likely).sum(-1)
@@ -125,18 +125,23 @@ def _within(q: Tensor, p: Tensor, log_alpha: Tensor) -> Tensor:
     return torch.where(q <= p, q - log_alpha[:, None], -torch.inf).exp()
 
 
-def compare(laws: StepLogits) -> DistributionPair:
+def compare(distributions: StepLogits) -> DistributionPair:
     """Overlap and cross-entropy at every place."""
-    draft, target = laws.draft, laws.target.detach()
+    draft, target = distributions.draft, distributions.target.detach()
     if draft.shape[1] != target.shape[1]:
-        raise ValueError(f"laws over {draft.shape[1]} and {target.shape[1]} tokens: restrict the target's to head.ids")
+        raise ValueError(
+            f"distributions over {draft.shape[1]} and {target.shape[1]} tokens: restrict the target's to head.ids"
+        )
     every = torch.arange(len(draft), device=draft.device)
-    counted = every if laws.counts is None else laws.counts.nonzero().flatten()
-    return DistributionPair(*_Compare.apply(draft, target, counted, every if laws.at is None else laws.at))
+    counted = every if distributions.counts is None else distributions.counts.nonzero().flatten()
+    return DistributionPair(
+        *_Compare.apply(draft, target, counted, every if distributions.at is None else distributions.at)
+    )
 
 
 def alpha(draft: Tensor, target: Tensor) -> Tensor:
-    """The overlap of two laws given by logits, with a gradient for the first."""  # [places, vocab] x 2 -> [places]
+    """The overlap of two distributions given by logits, with a gradient for the first."""
+    # [places, vocab] x 2 -> [places]
     return compare(StepLogits(draft, target)).alpha
 
 
@@ -145,8 +150,12 @@ def _mean(values: Tensor, counts: Tensor) -> Tensor:
     return (values * counts).sum() / counts.sum().clamp(min=1)
 
 
-def _counts(laws: StepLogits) -> Tensor:
-    return laws.counts if laws.counts is not None else laws.draft.new_ones(len(laws.draft), dtype=torch.bool)
+def _counts(distributions: StepLogits) -> Tensor:
+    return (
+        distributions.counts
+        if distributions.counts is not None
+        else distributions.draft.new_ones(len(distributions.draft), dtype=torch.bool)
+    )
 
 
 def _acceptance(found: Seq[DistributionPair], counts: Seq[Tensor]) -> Tensor:
@@ -158,7 +167,10 @@ def _stepwise(of: Callable[[DistributionPair], Tensor]) -> Loss:
     """A loss of single places: their mean at each step, and of the steps a mean with weights that decay."""
 
     def loss(steps: Seq[StepLogits]) -> LossResult:
-        found, counts = [compare(laws) for laws in steps], [_counts(laws) for laws in steps]
+        found, counts = (
+            [compare(distributions) for distributions in steps],
+            [_counts(distributions) for distributions in steps],
+        )
         weights = [DECAY**i for i in range(len(steps))]
         means = [_mean(of(step), places) for step, places in zip(found, counts, strict=True)]
         total = torch.stack([w * mean for w, mean in zip(weights, means, strict=True)]).sum() / sum(weights)
@@ -168,7 +180,7 @@ def _stepwise(of: Callable[[DistributionPair], Tensor]) -> Loss:
 
 
 def _mixed(found: DistributionPair) -> Tensor:
-    """KL, which always has a gradient, where the laws hardly overlap, and more and more TV where they do."""
+    """KL, which always has a gradient, where the distributions hardly overlap, and more and more TV where they do."""
     kl = torch.exp(-DOUBT * found.alpha.detach())
     return kl * (found.cross - found.entropy) + (1 - kl) * (1 - found.alpha)
 
@@ -178,7 +190,10 @@ def _end_to_end(steps: Seq[StepLogits]) -> LossResult:
 
     A chain ends at its first step that does not count; only steps before it are expected of it.
     """
-    found, counts = [compare(laws) for laws in steps], [_counts(laws) for laws in steps]
+    found, counts = (
+        [compare(distributions) for distributions in steps],
+        [_counts(distributions) for distributions in steps],
+    )
     alive = torch.stack(counts).cumprod(0).bool()  # [steps, places]
     reached = torch.stack([step.log_alpha for step in found]).cumsum(0).exp()  # [steps, places]
     return LossResult(_mean(1 - reached, alive), _acceptance(found, counts))

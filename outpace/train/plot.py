@@ -52,7 +52,7 @@ def _acceptance(axes: Axes, points: Seq[LogPoint]) -> None:
     for index in range(ahead):
         found = [(point.step, point.acceptance[index]) for point in points if index < len(point.acceptance)]
         axes.plot(*_smooth(found), color=SERIES[index % len(SERIES)], label=f"token {index + 1} ahead")
-    axes.set_ylabel("overlap of the two laws\nin training")
+    axes.set_ylabel("overlap of the two distributions\nin training")
     if ahead:
         axes.legend(fontsize=8)
 

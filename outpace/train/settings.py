@@ -37,7 +37,7 @@ HEADS = ("eagle3", "mtp", "medusa", "block")
 CHANGEABLE = ("steps", "save_every", "validate_every", "patience", "device")  # when a run is taken up again
 
 
-def of(default: Any, about: str, *kinds: str) -> Any:
+def setting(default: Any, about: str, *kinds: str) -> Any:
     """A setting with what it does, and the kinds that have it if not all do."""
     given: dict[str, Any] = {"default_factory": dict} if default is dict else {"default": default}
     return field(**given, metadata={"help": about, "kinds": kinds})
@@ -48,56 +48,60 @@ class TrainingSettings:
     """One training run."""
 
     kind: str
-    model: str = of("", "The target: shelf name, folder or hub id.")
-    data: tuple[str, ...] = of((), "Files of `outpace train data`.")
-    output: str = of("", "The folder to write to.")
-    dtype: str = of("", "Of the target: float32, bfloat16, ...; default: float32 on a CPU.")
-    device: str = of("", "cpu, cuda, cuda:1, ...")
+    model: str = setting("", "The target: shelf name, folder or hub id.")
+    data: tuple[str, ...] = setting((), "Files of `outpace train data`.")
+    output: str = setting("", "The folder to write to.")
+    dtype: str = setting("", "Of the target: float32, bfloat16, ...; default: float32 on a CPU.")
+    device: str = setting("", "cpu, cuda, cuda:1, ...")
 
-    loss: str = of("kl", "ce, kl, tv, nla, mixed or e2e (docs/training/data.md).")
-    temperature: float = of(1.0, "At which the two laws are compared.")
-    ahead: int = of(0, "Tokens ahead that each place is trained to guess; 0: as many as the head is made for.", *HEADS)
-    draft_vocab: int = of(0, "Guess only the so many most frequent tokens of the answers; 0: all.", *HEADS)
-    layers: int = of(0, "Layers of the head; 0: as many as its kind has.", *HEADS)
-    start: str = of(
+    loss: str = setting("kl", "ce, kl, tv, nla, mixed or e2e (docs/training/data.md).")
+    temperature: float = setting(1.0, "At which the two distributions are compared.")
+    ahead: int = setting(
+        0, "Tokens ahead that each place is trained to guess; 0: as many as the head is made for.", *HEADS
+    )
+    draft_vocab: int = setting(0, "Guess only the so many most frequent tokens of the answers; 0: all.", *HEADS)
+    layers: int = setting(0, "Layers of the head; 0: as many as its kind has.", *HEADS)
+    start: str = setting(
         "", "Go on from the head in this folder, if asked to with other layers, tokens to guess or settings.", *HEADS
     )
-    inherit: bool = of(True, "Start from the target's last layers, where names and shapes match.", "mtp")
-    head: dict[str, Any] = of(dict, "Another setting of the head, as name=value: normed=true, linked=768, ...", *HEADS)  # noqa: RUF009
+    inherit: bool = setting(True, "Start from the target's last layers, where names and shapes match.", "mtp")
+    head: dict[str, Any] = setting(  # noqa: RUF009
+        dict, "Another setting of the head, as name=value: normed=true, linked=768, ...", *HEADS
+    )
 
-    dropout: float = of(0.1, "How often a text skips the last layer; earlier ones are skipped less.", "layerskip")
-    ramp: bool = of(False, "Let layers be skipped more and more: for a model that is trained anew.", "layerskip")
-    exit_scale: float = of(0.2, "How much exits count beside the last layer.", "layerskip")
-    curriculum: str = of(
+    dropout: float = setting(0.1, "How often a text skips the last layer; earlier ones are skipped less.", "layerskip")
+    ramp: bool = setting(False, "Let layers be skipped more and more: for a model that is trained anew.", "layerskip")
+    exit_scale: float = setting(0.2, "How much exits count beside the last layer.", "layerskip")
+    curriculum: str = setting(
         "rotational", "Which exits are trained: rotational, gradual, or the single one in -o exit=.", "layerskip"
     )
-    rotation: int = of(8, "rotational: each exit is trained at one of so many steps.", "layerskip")
+    rotation: int = setting(8, "rotational: each exit is trained at one of so many steps.", "layerskip")
 
-    draft: str = of(
+    draft: str = setting(
         "", "The model to train: shelf name, folder or hub id; else the target without some layers.", "draft"
     )
-    remove: int = of(0, "Layers of the target to leave out: the block that turns its input least.", "draft")
-    keep: str = of("", "Or exactly the layers that stay, as 0-8+15-29.", "draft")
+    remove: int = setting(0, "Layers of the target to leave out: the block that turns its input least.", "draft")
+    keep: str = setting("", "Or exactly the layers that stay, as 0-8+15-29.", "draft")
 
-    steps: int = of(1000, "Updates of the weights.")
-    lr: float = of(0.0, "Learning rate; 0: that of the kind.")
-    schedule: str = of("cosine", "After the warm-up: cosine, down to a tenth, or constant.")
-    warmup: int = of(-1, "Steps until the learning rate is reached; -1: 3 % of all.")
-    clip: float = of(0.5, "Largest norm of the gradient.")
-    weight_decay: float = of(0.0, "Of AdamW.")
-    batch: int = of(2048, "Tokens of a batch, padding included, over all processes.")
-    accumulate: int = of(1, "Batches whose gradients make one update.")
-    length: int = of(1024, "Longest text; the rest of longer ones is cut off.")
-    seed: int = of(0, "Same seed, same run.")
-    bf16: bool | None = of(None, "Compute in bfloat16, with weights in float32; default: on a GPU.")
+    steps: int = setting(1000, "Updates of the weights.")
+    lr: float = setting(0.0, "Learning rate; 0: that of the kind.")
+    schedule: str = setting("cosine", "After the warm-up: cosine, down to a tenth, or constant.")
+    warmup: int = setting(-1, "Steps until the learning rate is reached; -1: 3 % of all.")
+    clip: float = setting(0.5, "Largest norm of the gradient.")
+    weight_decay: float = setting(0.0, "Of AdamW.")
+    batch: int = setting(2048, "Tokens of a batch, padding included, over all processes.")
+    accumulate: int = setting(1, "Batches whose gradients make one update.")
+    length: int = setting(1024, "Longest text; the rest of longer ones is cut off.")
+    seed: int = setting(0, "Same seed, same run.")
+    bf16: bool | None = setting(None, "Compute in bfloat16, with weights in float32; default: on a GPU.")
 
-    validation: int = of(8, "Prompts that are held out, on which the engine measures; 0: none.")
-    validate_every: int = of(0, "Steps between measurements; 0: a tenth of all.")
-    validation_tokens: int = of(64, "Tokens of each answer then.")
-    validation_temperature: float = of(0.0, "At which they are drawn; 0 is greedy.")
-    option: dict[str, Any] = of(dict, "An option of the method then, as name=value: depth=3, exit=8, ...")  # noqa: RUF009
-    patience: int = of(0, "Stop after so many measurements without a better one; 0: never.")
-    save_every: int = of(100, "Steps between checkpoints.")
+    validation: int = setting(8, "Prompts that are held out, on which the engine measures; 0: none.")
+    validate_every: int = setting(0, "Steps between measurements; 0: a tenth of all.")
+    validation_tokens: int = setting(64, "Tokens of each answer then.")
+    validation_temperature: float = setting(0.0, "At which they are drawn; 0 is greedy.")
+    option: dict[str, Any] = setting(dict, "An option of the method then, as name=value: depth=3, exit=8, ...")  # noqa: RUF009
+    patience: int = setting(0, "Stop after so many measurements without a better one; 0: never.")
+    save_every: int = setting(100, "Steps between checkpoints.")
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

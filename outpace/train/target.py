@@ -1,4 +1,4 @@
-"""Target: the model that is guessed for, as training reads it: its own law and states, without a gradient."""
+"""Target: the model that is guessed for, as training reads it: its own distribution and states, without a gradient."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Target:
 
 
 def answered(batch: Batch) -> Tensor:  # [batch, tokens]
-    """Behind which tokens the law is that of a token of an answer."""
+    """Behind which tokens the distribution is that of a token of an answer."""
     return nn.functional.pad(batch.mask[:, 1:], (0, 1))
 
 

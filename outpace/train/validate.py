@@ -24,7 +24,7 @@ class ValidationFigures:
     by_depth: list[float]
 
     @classmethod
-    def of(cls, stats: Stats) -> ValidationFigures:
+    def from_stats(cls, stats: Stats) -> ValidationFigures:
         acceptance = sum(stats.matched) / max(sum(stats.offered), 1)
         return cls(stats.tokens_per_pass, acceptance, stats.acceptance_by_depth)
 
@@ -61,4 +61,4 @@ def measure(served: ServedModel, prompts: Seq[list[int]], settings: TrainingSett
     failed = [completion.error for completion in done if completion.error is not None]
     if failed:
         raise OutpaceError(f"a prompt that was held out could not be answered: {failed[0]}")
-    return ValidationFigures.of(reduce(Stats.merge, (completion.stats for completion in done)))
+    return ValidationFigures.from_stats(reduce(Stats.merge, (completion.stats for completion in done)))

@@ -14,7 +14,7 @@ from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Tree
 from outpace.core.verifier import Verifier
 from outpace.errors import UsageError
-from outpace.verifiers.lossy import warm_law
+from outpace.verifiers.lossy import warm_distribution
 
 if TYPE_CHECKING:
     from outpace.core.lm import Scores
@@ -40,7 +40,7 @@ class Contrastive(Verifier):
     def prepare(self, seq: Sequence, layout: Layout) -> Layout:
         tree = layout
         assert isinstance(tree, Tree), "candidates are children of a tree's root"
-        for token in seq.memory(self, list[int]):
+        for token in seq.state(self, list[int]):
             tree.add(ROOT, token, source="contrastive")
         return tree
 
@@ -48,24 +48,24 @@ class Contrastive(Verifier):
         assert scores.hidden is not None, "contrastive search reads hidden states"
         start, path = len(seq.tokens), [ROOT]
         past = [] if seq.hidden is None else [seq.hidden]
-        candidates = seq.memory(self, list[int])
+        candidates = seq.state(self, list[int])
         while True:
             node = path[-1]
             past.append(scores.hidden[node : node + 1])
-            law = warm_law(seq, scores.logits[node])
-            candidates[:] = torch.topk(law, min(self.k, law.numel())).indices.tolist()
+            distribution = warm_distribution(seq, scores.logits[node])
+            candidates[:] = torch.topk(distribution, min(self.k, distribution.numel())).indices.tolist()
             children = [tree.child(node, token) for token in candidates]
             if None in children:
                 break
-            child = self._best(law[candidates], torch.cat(past), scores.hidden[children], children)
+            child = self._best(distribution[candidates], torch.cat(past), scores.hidden[children], children)
             path.append(child)
             if seq.push(tree.tokens[child], scores.logits, node):
                 break
         return Step(tree, path, seq.tokens[start:], path[:-1])
 
-    def _best(self, law: Tensor, past: Tensor, candidates: Tensor, children: Seq[int | None]) -> int:
+    def _best(self, distribution: Tensor, past: Tensor, candidates: Tensor, children: Seq[int | None]) -> int:
         past, candidates = (torch.nn.functional.normalize(x.double(), dim=-1) for x in (past, candidates))
         alike = (candidates @ past.T).max(-1).values  # [k]
-        child = children[int(((1 - self.alpha) * law - self.alpha * alike).argmax())]
+        child = children[int(((1 - self.alpha) * distribution - self.alpha * alike).argmax())]
         assert child is not None
         return child

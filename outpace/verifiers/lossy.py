@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Typical(Verifier):
-    """Accept a drafted token that is likely enough for the law's entropy (Medusa). Lossy."""
+    """Accept a drafted token that is likely enough for the distribution's entropy (Medusa). Lossy."""
 
     lossless: ClassVar[bool] = False
     epsilon: float = 0.09
@@ -26,10 +26,10 @@ class Typical(Verifier):
 
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
         def choose(node: int) -> int:
-            law = warm_law(seq, scores.logits[node])
-            entropy = torch.special.entr(law).sum()
+            distribution = warm_distribution(seq, scores.logits[node])
+            entropy = torch.special.entr(distribution).sum()
             floor = min(self.epsilon, self.delta * float(torch.exp(-entropy)))
-            likely = [(float(law[tree.tokens[c]]), tree.tokens[c]) for c in tree.children(node)]
+            likely = [(float(distribution[tree.tokens[c]]), tree.tokens[c]) for c in tree.children(node)]
             prob, token = max(likely, default=(0.0, -1))
             return token if prob > floor else seq.sampler.choose(scores.logits[node], seq.tokens)
 
@@ -52,7 +52,7 @@ class Tiered(Verifier):
         return descend(seq, tree, scores.logits, choose)
 
 
-def warm_law(seq: Sequence, logits: Tensor) -> Tensor:
-    """The law under the sampling settings; under greedy decoding, the law the model itself gives."""
+def warm_distribution(seq: Sequence, logits: Tensor) -> Tensor:
+    """The distribution under the sampling settings; under greedy decoding, the distribution the model itself gives."""
     shaped = seq.sampler.shape(logits, seq.tokens)
     return shaped.double().softmax(-1)

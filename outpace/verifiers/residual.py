@@ -47,20 +47,21 @@ class KeyedRandom:
 
 @dataclass(frozen=True)
 class Residual(Verifier):
-    """Traversal verification; on a chain it is block verification. Keeps the law, not the seed, and accepts more.
+    """Traversal verification; on a chain it is block verification. Keeps the distribution, not the seed, and accepts
+    more.
 
-    Children of a node in `tree.probs` must have been drawn from that law, in order, without replacement; others count
-    as certain guesses.
+    Children of a node in `tree.proposals` must have been drawn from that distribution, in order, without replacement;
+    others count as certain guesses.
     """
 
     shares_noise: ClassVar[bool] = False
 
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
-        def law(node: int) -> Tensor:
+        def distribution(node: int) -> Tensor:
             prefix = seq.tokens + [tree.tokens[n] for n in tree.path(node)[1:]]
-            return seq.sampler.law(scores.logits[node], prefix)
+            return seq.sampler.distribution(scores.logits[node], prefix)
 
-        accepted, next_token = traverse(tree, law, KeyedRandom(seq, [0]))
+        accepted, next_token = traverse(tree, distribution, KeyedRandom(seq, [0]))
         start, path = len(seq.tokens), [ROOT]
         for child in accepted[1:]:
             path.append(child)
@@ -70,20 +71,21 @@ class Residual(Verifier):
         return Step(tree, path, seq.tokens[start:], path)
 
 
-def traverse(tree: Tree, law: Callable[[int], Tensor], chance: RandomSource) -> tuple[list[int], int]:
-    """Accepted path and next token: leaves first, each rejection moving what is left of the law to the rest."""
-    stack = [Visit.of(tree, ROOT, 1.0, law)]
+def traverse(tree: Tree, distribution: Callable[[int], Tensor], random: RandomSource) -> tuple[list[int], int]:
+    """Accepted path and next token: leaves first, each rejection moving what is left of the distribution to the
+    rest."""
+    stack = [Visit.begin(tree, ROOT, 1.0, distribution)]
     while True:
         visit = stack[-1]
         child = next(visit.children, None)
         if child is not None:
             reach = visit.offer(tree.tokens[child])
-            if reach > 0:  # else it cannot be accepted, and its law need not even exist
-                stack.append(Visit.of(tree, child, reach, law))
+            if reach > 0:  # else it cannot be accepted, and its distribution need not even exist
+                stack.append(Visit.begin(tree, child, reach, distribution))
             else:
                 visit.reject(tree.tokens[child])
-        elif chance.flip(visit.reach) or visit.node == ROOT:  # by rounding alone the root could miss
-            return tree.path(visit.node), chance.draw(visit.p)
+        elif random.flip(visit.reach) or visit.node == ROOT:  # by rounding alone the root could miss
+            return tree.path(visit.node), random.draw(visit.p)
         else:
             stack.pop()
             stack[-1].reject(tree.tokens[visit.node])
@@ -91,7 +93,7 @@ def traverse(tree: Tree, law: Callable[[int], Tensor], chance: RandomSource) -> 
 
 @dataclass
 class Visit:
-    """A node that is being looked at: its chance of acceptance, and what is left of the two laws at it."""
+    """A node that is being looked at: its chance of acceptance, and what is left of the two distributions at it."""
 
     node: int
     reach: float
@@ -100,8 +102,8 @@ class Visit:
     q: Tensor | None  # [vocab]; None when its children are certain guesses
 
     @classmethod
-    def of(cls, tree: Tree, node: int, reach: float, law: Callable[[int], Tensor]) -> Visit:
-        p, q = law(node), tree.probs.get(node)
+    def begin(cls, tree: Tree, node: int, reach: float, distribution: Callable[[int], Tensor]) -> Visit:
+        p, q = distribution(node), tree.proposals.get(node)
         return cls(node, reach, iter(tree.children(node)), p, None if q is None else q.to(p))
 
     def offer(self, token: int) -> float:
@@ -115,7 +117,7 @@ class Visit:
         rest = (self.reach * self.p - guess).clamp(min=0)
         mass = float(rest.sum())
         self.reach = mass / (mass + (1 - self.reach)) if mass + (1 - self.reach) > 0 else 1.0
-        self.p = rest / mass if mass > 0 else self.p  # no mass is left by rounding only: keep the law
+        self.p = rest / mass if mass > 0 else self.p  # no mass is left by rounding only: keep the distribution
         if self.q is not None:
             left = self.q.index_fill(0, at, 0.0)
             self.q = left / left.sum().clamp(min=1e-300)

@@ -1,9 +1,10 @@
 """Law: are sampled tokens distributed as the model and the sampling settings say?
 
 Many short answers to one prompt, each with a seed of its own, give counts of the next token after the prompt and after
-each frequent beginning of an answer. The expected law comes from the model by itself and from Transformers' own
-filters, so it shares no code with what it tests. Pearson's chi-squared compares the two; rare tokens share a bin. The
-null is composite: a law that is off by no more than the model's own rounding. Holm's rule corrects for many tests.
+each frequent beginning of an answer. The expected distribution comes from the model by itself and from Transformers'
+own filters, so it shares no code with what it tests. Pearson's chi-squared compares the two; rare tokens share a bin.
+The null is composite: a distribution that is off by no more than the model's own rounding. Holm's rule corrects for
+many tests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from outpace.errors import OutpaceError
 from outpace.sampling.settings import Sampling
-from outpace.verify.expected import expected_law
+from outpace.verify.expected import expected_distribution
 from outpace.verify.judge import SAFETY, rounding_of
 from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check
@@ -32,14 +33,14 @@ Following = dict[tuple[Any, ...], Counter[Any]]  # what came next, by what came 
 
 @dataclass(frozen=True)
 class Counts:
-    """What was drawn after one text, and the law it should follow."""
+    """What was drawn after one text, and the distribution it should follow."""
 
     prompt: int
     prefix: list[int]
     drawn: Counter[int]
-    law: Tensor  # [vocab], float64, in higher precision
+    distribution: Tensor  # [vocab], float64, in higher precision
     native: Tensor  # [vocab], in the model's own
-    impossible: int  # draws of tokens that the law excludes, rounding granted
+    impossible: int  # draws of tokens that the distribution excludes, rounding granted
 
     @property
     def size(self) -> int:
@@ -61,9 +62,9 @@ class PearsonTest:
     effect: float  # the smallest deviation (Cohen's w) that is found with a chance of 90 %
 
 
-def sampled_law(plan: VerifyPlan, subject: Subject) -> Check:
+def sampled_distribution(plan: VerifyPlan, subject: Subject) -> Check:
     """Chi-squared tests of the counts, corrected for their number."""
-    name = "sampled law"
+    name = "sampled distribution"
     found = [counts for index in range(min(plan.contexts, len(plan.prompts))) for counts in draw(plan, subject, index)]
     tests = [chi_squared(counts, plan.alpha / len(found)) for counts in found]
     wrong = holm([test.p for test in tests], plan.alpha)
@@ -119,33 +120,35 @@ def _counts(plan: VerifyPlan, index: int, prefix: list[int], drawn: Counter[int]
     text, start = plan.prompts[index] + prefix, len(plan.prompts[index])
     reference = plan.judge.reference
     precise, native = reference.precise(text, 1), reference.native(text, 1)
-    law = expected_law(precise[0], text, start, plan.sampling)
+    distribution = expected_distribution(precise[0], text, start, plan.sampling)
     rounding = rounding_of(native, precise)
     impossible = sum(
         count
         for token, count in drawn.items()
-        if law[token] == 0 and not _could_be(precise[0], token, rounding, plan.sampling, text, start)
+        if distribution[token] == 0 and not _could_be(precise[0], token, rounding, plan.sampling, text, start)
     )
-    return Counts(index, prefix, drawn, law, expected_law(native[0], text, start, plan.sampling), impossible)
+    return Counts(
+        index, prefix, drawn, distribution, expected_distribution(native[0], text, start, plan.sampling), impossible
+    )
 
 
 def _could_be(logits: Tensor, token: int, rounding: float, sampling: Sampling, text: list[int], start: int) -> bool:
-    """Whether rounding alone can bring the token into the law."""
+    """Whether rounding alone can bring the token into the distribution."""
     moved = logits - rounding
     moved[token] += 2 * rounding
-    return bool(expected_law(moved, text, start, sampling)[token] > 0)
+    return bool(expected_distribution(moved, text, start, sampling)[token] > 0)
 
 
 def chi_squared(counts: Counts, alpha: float) -> PearsonTest:
-    """Pearson's test against every law that the model's own rounding could have made of the expected one."""
+    """Pearson's test against every distribution that the model's own rounding could have made of the expected one."""
     from scipy.optimize import brentq
     from scipy.stats import ncx2
 
     size, bins = counts.size, _bins(counts)
-    if len(bins) < 2:  # the law is as good as certain
+    if len(bins) < 2:  # the distribution is as good as certain
         return PearsonTest(counts.prompt, counts.prefix, size, len(bins), 0.0, 1.0, float("inf"))
-    chi2 = sum((b.drawn - size * b.law) ** 2 / (size * b.law) for b in bins)
-    slack = size * sum((SAFETY * (b.native - b.law)) ** 2 / b.law for b in bins)
+    chi2 = sum((b.drawn - size * b.distribution) ** 2 / (size * b.distribution) for b in bins)
+    slack = size * sum((SAFETY * (b.native - b.distribution)) ** 2 / b.distribution for b in bins)
     freedom = len(bins) - 1
     p = float(ncx2.sf(chi2, freedom, slack))
     critical = float(ncx2.isf(alpha, freedom, slack))
@@ -158,22 +161,25 @@ class ProbabilityBin:
     """One token, or all rare ones together: draws, and the probability by either precision."""
 
     drawn: int
-    law: float
+    distribution: float
     native: float
 
 
 def _bins(counts: Counts) -> list[ProbabilityBin]:
-    common = torch.nonzero(counts.law * counts.size >= EXPECTED).flatten().tolist()
-    bins = [ProbabilityBin(counts.drawn[t], float(counts.law[t]), float(counts.native[t])) for t in common]
+    common = torch.nonzero(counts.distribution * counts.size >= EXPECTED).flatten().tolist()
+    bins = [ProbabilityBin(counts.drawn[t], float(counts.distribution[t]), float(counts.native[t])) for t in common]
     rest = ProbabilityBin(
-        counts.size - sum(b.drawn for b in bins), 1 - sum(b.law for b in bins), 1 - sum(b.native for b in bins)
+        counts.size - sum(b.drawn for b in bins), 1 - sum(b.distribution for b in bins), 1 - sum(b.native for b in bins)
     )
-    if rest.law * counts.size >= EXPECTED or not bins:
+    if rest.distribution * counts.size >= EXPECTED or not bins:
         return [*bins, rest]
     # Too little for a bin of its own: it joins the smallest.
-    bins.sort(key=lambda b: -b.law)
+    bins.sort(key=lambda b: -b.distribution)
     last = bins.pop()
-    return [*bins, ProbabilityBin(last.drawn + rest.drawn, last.law + rest.law, last.native + rest.native)]
+    return [
+        *bins,
+        ProbabilityBin(last.drawn + rest.drawn, last.distribution + rest.distribution, last.native + rest.native),
+    ]
 
 
 def holm(p: list[float], alpha: float) -> int:

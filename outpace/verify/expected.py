@@ -1,4 +1,5 @@
-"""The law that sampling settings ask for, by Transformers' own processors: it shares no code with our sampler."""
+"""The distribution that sampling settings ask for, by Transformers' own processors: it shares no code with our
+sampler."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from torch import Tensor
 from outpace.sampling.settings import Sampling
 
 
-def expected_law(logits: Tensor, text: list[int], start: int, sampling: Sampling) -> Tensor:
-    """The law of the next token by Transformers' own processors, and OpenAI's formula for the two it has not."""
+def expected_distribution(logits: Tensor, text: list[int], start: int, sampling: Sampling) -> Tensor:
+    """The distribution of the next token by Transformers' own processors, and OpenAI's formula for the two it has
+    not."""
     from transformers.generation import logits_process as theirs
 
     ids, scores = torch.tensor([text], device=logits.device), logits.double()[None].clone()  # [1, vocab]

@@ -1,7 +1,7 @@
 """Price: what a lossy method costs, in place of a verdict.
 
-KL divergence of its next-token draws from the target's law, how likely the target finds its greedy answers next to
-plain decoding's, and the task score where the prompts carry answers.
+KL divergence of its next-token draws from the target's distribution, how likely the target finds its greedy answers
+next to plain decoding's, and the task score where the prompts carry answers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def price(plan: VerifyPlan, subject: Subject) -> Check:
         "tokens_per_pass": sum(d.stats.tokens for d in lossy) / max(1, sum(d.stats.passes for d in lossy)),
     }  # fmt: skip
     summary = (
-        f"KL {kl:.3f} nats ({low:.3f} to {high:.3f}) from the target's law; {changed} of {len(indices)} greedy answers "
-        f"changed; mean log-probability {likely[0]:.3f}, plain {likely[1]:.3f}"
+        f"KL {kl:.3f} nats ({low:.3f} to {high:.3f}) from the target's distribution; "
+        f"{changed} of {len(indices)} greedy answers changed; "
+        f"mean log-probability {likely[0]:.3f}, plain {likely[1]:.3f}"
     )
     if plan.answers:
         scores = [_score([done.text for done in who], plan.answers) for who in (lossy, plain)]
@@ -43,10 +44,10 @@ def price(plan: VerifyPlan, subject: Subject) -> Check:
     return Check(subject.name, "price", "price", summary, figures=figures)
 
 
-def kl_divergence(drawn: dict[int, int], law: Tensor) -> float:
-    """KL(draws || law) in nats, less the bias that counting gives (Miller and Madow)."""  # [vocab]
+def kl_divergence(drawn: dict[int, int], distribution: Tensor) -> float:
+    """KL(draws || distribution) in nats, less the bias that counting gives (Miller and Madow)."""  # [vocab]
     size = sum(drawn.values())
-    raw = sum(n / size * math.log(n / size / max(float(law[token]), 1e-12)) for token, n in drawn.items())
+    raw = sum(n / size * math.log(n / size / max(float(distribution[token]), 1e-12)) for token, n in drawn.items())
     return raw - (len(drawn) - 1) / (2 * size)
 
 
@@ -61,7 +62,7 @@ def _pooled(found: list[Counts]) -> tuple[float, float, float]:
             if resampled:
                 shares = np.array(list(drawn.values())) / counts.size
                 drawn = dict(zip(drawn, map(int, random.multinomial(counts.size, shares)), strict=True))
-            total += counts.size * kl_divergence({t: n for t, n in drawn.items() if n}, counts.law)
+            total += counts.size * kl_divergence({t: n for t, n in drawn.items() if n}, counts.distribution)
         return total / sum(counts.size for counts in found)
 
     spread = [once(True) for _ in range(RESAMPLES)]

@@ -122,7 +122,7 @@ class Parity:
 
 
 def keeps_seed(plan: VerifyPlan, subject: Subject) -> bool:
-    """Whether the method promises the seed's own text, and not only its law."""
+    """Whether the method promises the seed's own text, and not only its distribution."""
     return plan.model.sequence(plan.request(subject, plan.prompts[0])).verifier.shares_noise
 
 

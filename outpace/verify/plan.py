@@ -34,9 +34,9 @@ class VerifyPlan:
     max_tokens: int = 64
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))  # of the sampled checks
     batches: tuple[int, ...] = (4,)
-    samples: int = 400  # of the law, per context
-    contexts: int = 2  # prompts whose law is tested
-    alpha: float = 0.001  # chance that any check of the law fails a method that is right
+    samples: int = 400  # of the distribution, per context
+    contexts: int = 2  # prompts whose distribution is tested
+    alpha: float = 0.001  # chance that any check of the distribution fails a method that is right
     answers: dict[int, str] = field(default_factory=dict)  # prompt -> what a right answer says; for the task score
     judge: Judge = field(init=False)
 
@@ -51,7 +51,7 @@ class VerifyPlan:
 
     def request(self, subject: Subject, prompt: list[int], **settings: Any) -> Request:
         given = {"max_tokens": self.max_tokens, **subject.settings, **settings}
-        return Request.of(prompt, given)
+        return Request.from_keywords(prompt, given)
 
     def run(self, subject: Subject, sampling: Sampling, indices: list[int], batch: int = 1) -> list[Completion]:
         """Answers to these prompts in batches of this size, each computed from its first token on."""
@@ -72,7 +72,7 @@ class VerifyPlan:
 
     def answer(self, completion: Completion, index: int, sampling: Sampling) -> Answer:
         """The completion with the sampler that its settings make."""
-        request = Request.of(
+        request = Request.from_keywords(
             self.prompts[index], {"method": "plain", "max_tokens": self.max_tokens, **_given(sampling)}
         )
         return Answer(self.prompts[index], completion.tokens, self.model.sequence(request).sampler)

@@ -11,7 +11,7 @@ from typing import Any
 from outpace.api.model import Model
 from outpace.errors import UnsupportedModel
 from outpace.registry import find, methods, options, parse, required
-from outpace.verify.distribution import sampled_law
+from outpace.verify.distribution import sampled_distribution
 from outpace.verify.lossy import price
 from outpace.verify.parity import PLAIN, Parity, keeps_seed
 from outpace.verify.plan import Subject, VerifyPlan
@@ -53,9 +53,9 @@ def questions(plan: VerifyPlan, subjects: list[Subject], transformers: bool = Fa
             if keeps_seed(plan, subject):
                 asked["same seed = plain"] = parity.seeded
         if sequence.verifier.needs_trees:
-            del asked["every token"]  # its rule is not a law of the next token
+            del asked["every token"]  # its rule is not a distribution of the next token
         else:
-            asked["sampled law"] = partial(sampled_law, plan)
+            asked["sampled distribution"] = partial(sampled_distribution, plan)
         if transformers and subject is PLAIN:  # the others are compared with plain
             asked["greedy = Transformers"] = parity.transformers
         out += [PlannedCheck(subject.name, name, partial(ask, subject)) for name, ask in asked.items()]

@@ -1,7 +1,7 @@
-"""Levels: a tree of guesses that grows on the device, a level at a time, and is read by the host once.
+"""Trees that grow on the device, level by level, and are read by the host once.
 
-At each level a draft says what could follow the nodes that it was fed. The likeliest of all those, by the chance of
-their whole path, are the nodes that it is fed next. Nothing of it asks the host, so all of it is captured on a GPU.
+At each level a draft ranks what could follow the nodes that it was fed. The candidates with the likeliest paths are the
+nodes that it is fed next. No step needs the host, so all of it is captured on a GPU.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class TreeLevels(NamedTuple):
 
     level: Tensor  # [1]: of the nodes that are fed next
     tokens: Tensor  # [rows, width]: the nodes that are fed next
-    reach: Tensor  # [rows, width]: logarithm of the chance of their paths
+    reach: Tensor  # [rows, width]: logarithm of the probability of their paths
     entering: Tensor | None  # [rows, width, hidden], for a model that takes states
     listed: Tensor  # [levels, rows, width * width]: tokens that could follow
     reached: Tensor  # the same: their reach
     fed: Tensor  # [levels, rows, width]: which candidates of a level became its nodes
-    ids: Tensor | None  # of the tokens that the draft knows, if its laws are over those alone
+    ids: Tensor | None  # of the tokens that the draft knows, if its distributions are over those alone
 
     @classmethod
     def empty(cls, levels: int, rows: int, width: int, ids: Tensor | None, fed: DraftDevice) -> TreeLevels:
@@ -63,7 +63,7 @@ class TreeLevels(NamedTuple):
         return self.tokens.shape[1]
 
     def open(self, logits: Tensor, left: Tensor | None) -> None:
-        """From the laws behind the roots, and what the model left there, to the first level."""
+        """From the distributions behind the roots, and what the model left there, to the first level."""
         width, device = self.width, logits.device  # [rows, vocab], [rows, hidden]
         self.level.zero_()
         likeliest, reach = self._likeliest(logits)
@@ -84,11 +84,11 @@ class TreeLevels(NamedTuple):
         return self.ids[places] if named else places, values - logits.logsumexp(-1, keepdim=True)  # type: ignore[index]
 
     def advance(self, logits: Tensor, left: Tensor | None) -> Tensor:
-        """From the nodes of a level, whose laws these are, to the next; returns which of them each follows."""
+        """From the nodes of a level, whose distributions these are, to the next; returns which of them each follows."""
         rows, width = self.rows, self.width  # [rows * width, vocab], [rows * width, hidden] -> [rows, width]
-        likeliest, chances = self._likeliest(logits)
-        chances = chances.view(rows, width, width)
-        reach = (self.reach[..., None] + chances).flatten(1)
+        likeliest, probs = self._likeliest(logits)
+        probs = probs.view(rows, width, width)
+        reach = (self.reach[..., None] + probs).flatten(1)
         best = reach.topk(width)
         listed, parents = likeliest.view(rows, width * width), best.indices // width
         self.level.add_(1).clamp_(max=len(self.listed) - 1)
@@ -129,23 +129,24 @@ class DeviceTrees:
         return function if self._memory is None else capture(function, self._memory)
 
     def grow(self, logits: Tensor, left: Tensor | None, shapes: Seq[DraftShape]) -> list[DeviceTree]:
-        """Trees behind roots with these laws; the host waits once, at the end."""  # [rows, vocab], [rows, hidden]
+        """Trees behind roots with these distributions; the host waits once, at the end."""
+        # [rows, vocab], [rows, hidden]
         rows, width, depth = len(shapes), self.levels.width, max(shape.depth for shape in shapes)
         count = min(max(shape.nodes for shape in shapes), depth * width**2)
         if self._begin is None:
-            self._law = torch.zeros(self.levels.rows, logits.shape[1], device=logits.device)
+            self._distribution = torch.zeros(self.levels.rows, logits.shape[1], device=logits.device)
             self._left = None if left is None else left.new_zeros(self.levels.rows, left.shape[1])
-            self._begin = self._replayed(lambda: self.levels.open(self._law, self._left))
+            self._begin = self._replayed(lambda: self.levels.open(self._distribution, self._left))
         if (depth, count) not in self._ends:
             self._ends[depth, count] = self._replayed(lambda: self.levels.numbers(depth, count, self._deepest))
-        self._law[:rows] = logits
+        self._distribution[:rows] = logits
         if self._left is not None and left is not None:
             self._left[:rows] = left
         self._deepest[:rows] = torch.tensor([shape.depth for shape in shapes])
         self._begin()
         for _ in range(depth - 1):
             self._advance()
-        return [DeviceTree.of(row, count, depth, width) for row in self._ends[depth, count]()[:rows].tolist()]
+        return [DeviceTree.from_numbers(row, count, depth, width) for row in self._ends[depth, count]()[:rows].tolist()]
 
 
 class DeviceTree(NamedTuple):
@@ -158,7 +159,7 @@ class DeviceTree(NamedTuple):
     words: list[list[int]]  # [levels]: their tokens
 
     @classmethod
-    def of(cls, numbers: list[float], count: int, depth: int, width: int) -> DeviceTree:
+    def from_numbers(cls, numbers: list[float], count: int, depth: int, width: int) -> DeviceTree:
         """From what `TreeLevels.numbers` says of a row."""
         picked, tokens, reach = (numbers[i * count : (i + 1) * count] for i in range(3))
         rest = [[int(n) for n in numbers[at : at + width]] for at in range(3 * count, len(numbers), width)]

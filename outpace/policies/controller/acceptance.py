@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from outpace.core.tree import ROOT, Tree
 
-Kind = tuple[str, int, int]  # source, bin of the drafter's own chance, bucket of the depth
+Kind = tuple[str, int, int]  # source, bin of the drafter's own probability, bucket of the depth
 
 EDGES = (0.03, 0.08, 0.17, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95)  # of the bins
-CAUTION = 0.85  # a drafter's own chance is taken to be a little too high until it is known
+CAUTION = 0.85  # a drafter's own probability is taken to be a little too high until it is known
 PRIORS = [CAUTION * (low + high) / 2 for low, high in zip((0, *EDGES), (*EDGES, 1), strict=True)]
-UNSAID, UNKNOWN = -1, 0.2  # bin and prior of a guess whose drafter says nothing about its chance
+UNSAID, UNKNOWN = -1, 0.2  # bin and prior of a guess whose drafter says nothing about its probability
 LEVELS = 12  # the deepest that a draft model is asked for
 LEVEL, DRAFTED = -2, 0.6  # bin and prior of "a draft model is right at this depth", however sure it was
 DEPTHS = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # bucket of each depth; all deeper ones are in the last
@@ -29,8 +29,8 @@ LEVEL_STRENGTH = 10.0  # of both kinds, for levels: a draft model that was given
 BY_DEPTH = "by depth: "  # before the name of a draft model: what a request showed of its levels
 
 
-def kind(source: str, chance: float | None, depth: int) -> Kind:
-    return source, UNSAID if chance is None else bisect(EDGES, chance), DEPTHS[min(depth, len(DEPTHS) - 1)]
+def kind(source: str, prob: float | None, depth: int) -> Kind:
+    return source, UNSAID if prob is None else bisect(EDGES, prob), DEPTHS[min(depth, len(DEPTHS) - 1)]
 
 
 def level(source: str, depth: int) -> Kind:
@@ -42,9 +42,9 @@ class AcceptanceModel:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, int] | Kind, list[float]] = {}  # judged, right
-        self._known: dict[Kind, float] = {}  # chances that were asked for since something was learned of them
+        self._known: dict[Kind, float] = {}  # probabilities that were asked for since something was learned of them
 
-    def chance(self, kind: Kind) -> float:
+    def prob(self, kind: Kind) -> float:
         """That a guess of this kind is right, given that its parent is."""
         found = self._known.get(kind)
         if found is None:
@@ -53,13 +53,13 @@ class AcceptanceModel:
 
     def _estimate(self, kind: Kind) -> float:
         source, place, _ = kind
-        chance = PRIORS[place] if place >= 0 else UNKNOWN if place == UNSAID else DRAFTED
+        prob = PRIORS[place] if place >= 0 else UNKNOWN if place == UNSAID else DRAFTED
         strength = LEVEL_STRENGTH if place == LEVEL else STRENGTH
         for group in ((source, place), kind):  # from the common to the particular
             seen = self._seen.get(group)
             if seen is not None:
-                chance = (seen[1] + strength * chance) / (seen[0] + strength)
-        return chance
+                prob = (seen[1] + strength * prob) / (seen[0] + strength)
+        return prob
 
     def learn(self, kind: Kind, right: bool) -> None:
         source, place, _ = kind
@@ -81,7 +81,7 @@ class RequestBias:
         self.judged = self.right = self.expected = 0.0
         self.odds = 1.0  # by how much the odds of a guess are better here than elsewhere
 
-    def chance(self, elsewhere: float) -> float:
+    def prob(self, elsewhere: float) -> float:
         return elsewhere * self.odds / (1 - elsewhere + elsewhere * self.odds)
 
     def learn(self, judged: int, right: int, expected: float) -> None:
@@ -100,7 +100,7 @@ class Proposal:
 
     tree: Tree
     kinds: list[Kind]  # of each node; nobody asks for that of the root
-    chances: list[float]  # of each node, by all requests, given its parent
+    probs: list[float]  # of each node, by all requests, given its parent
     node: int = ROOT
     depth: int = 0
 
@@ -112,7 +112,7 @@ class RequestHistory:
     local: dict[str, RequestBias] = field(default_factory=dict)
     proposals: list[Proposal] = field(default_factory=list)
 
-    def of(self, source: str) -> RequestBias:
+    def bias(self, source: str) -> RequestBias:
         found = self.local.get(source)
         if found is None:
             found = self.local[source] = RequestBias(LEVEL_STRENGTH if source.startswith(BY_DEPTH) else LOCAL_STRENGTH)
@@ -145,9 +145,9 @@ class RequestHistory:
             count = counts.setdefault(kind[0], [0, 0, 0.0])
             count[0] += 1
             count[1] += child == chosen
-            count[2] += proposal.chances[child]
+            count[2] += proposal.probs[child]
         for source, (judged, right, expected) in counts.items():
-            self.of(source).learn(int(judged), int(right), expected)
+            self.bias(source).learn(int(judged), int(right), expected)
 
     def _judge_level(self, proposal: Proposal, chosen: int | None, calibrator: AcceptanceModel, model: str) -> None:
         """Whether the draft model was right at this depth, by any of its guesses."""
@@ -155,9 +155,9 @@ class RequestHistory:
         if any(child in tree.signals for child in tree.children(proposal.node)):
             at = level(model, proposal.depth + 1)
             right = chosen is not None and chosen in tree.signals
-            self.of(BY_DEPTH + model).learn(1, int(right), calibrator.chance(at))
+            self.bias(BY_DEPTH + model).learn(1, int(right), calibrator.prob(at))
             calibrator.learn(at, right)
 
     def level(self, calibrator: AcceptanceModel, model: str, depth: int) -> float:
-        """The chance that the draft model is right at this depth, if it was right before it."""
-        return self.of(BY_DEPTH + model).chance(calibrator.chance(level(model, depth)))
+        """The probability that the draft model is right at this depth, if it was right before it."""
+        return self.bias(BY_DEPTH + model).prob(calibrator.prob(level(model, depth)))

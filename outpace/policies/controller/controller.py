@@ -1,9 +1,10 @@
-"""Goodput: the policy "auto". Verify the guesses that are worth their price on this machine, and none if none is.
+"""The policy "auto": verify the draft tokens that are worth their price on this machine, or none of them.
 
-Every guess has a chance to be accepted, learned from what the text turned out to be (`calibration`), and every pass a
-price by its size (`costs`, `meter`). Of the guesses of all requests of a batch the likeliest are taken, so many that
-tokens per second come out highest. What was proposed and not verified teaches as well, so being off costs next to
-nothing; only a draft model has to be asked to be known, and is asked rarely while it does not pay.
+Each draft token has a probability of acceptance, learned from how the text went on (`acceptance`). Each pass has a
+price by its size (`costs`, `timing`). The likeliest tokens of all requests in the batch are verified, as many as make
+tokens per second highest (`selection`). Drafts that were not verified are still compared with the text, so the
+controller keeps learning while drafting is off, for the cost of a lookup. Only a draft model has to run to be judged;
+while it does not pay it runs rarely.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RequestState(RequestHistory):
     probing: bool = False
     drafted: bool = False  # the draft model has read the prompt
     unpaid: bool = False  # the draft model was not worth asking for this pass
-    reach: float = 1.0  # chance that all that the draft model drafted for this pass is accepted
+    reach: float = 1.0  # probability that all that the draft model drafted for this pass is accepted
     tokens: float = 1.0  # that this pass is expected to commit by it
 
 
@@ -89,13 +90,13 @@ class Controller(Policy):
     def budgets(self, seqs: Seq[Sequence], batch_size: int) -> list[Budget]:
         if self.costs is not None:
             self._batch_size = batch_size
-            self._rota.sample([seq.memory(self, RequestState).rest for seq in seqs if seq.drafter.model_source is None])
+            self._rota.sample([seq.state(self, RequestState).rest for seq in seqs if seq.drafter.model_source is None])
         return super().budgets(seqs, batch_size)
 
     def budget(self, seq: Sequence) -> Budget:
         if self.costs is None:
             return super().budget(seq)
-        state, source = seq.memory(self, RequestState), seq.drafter.model_source
+        state, source = seq.state(self, RequestState), seq.drafter.model_source
         resting = self._rota.resting(state.rest)
         if resting and source is None:
             state.rest.left -= 1
@@ -118,7 +119,7 @@ class Controller(Policy):
     def idle(self, seq: Sequence) -> bool:
         if self.costs is None:
             return super().idle(seq)
-        state = seq.memory(self, RequestState)
+        state = seq.state(self, RequestState)
         off = seq.drafter.model_source is None
         if state.unpaid and state.asked_at is not None:
             off = len(seq.tokens) + 1 - state.asked_at < state.wait
@@ -154,9 +155,9 @@ class Controller(Policy):
         source = seq.drafter.model_source
         if self.costs is None or source is None:
             return True
-        state, rows, self._unseen = seq.memory(self, RequestState), self._batch_size, False
-        seen = self._calibrator.chance(kind(source, signal.prob, depth))
-        state.reach *= state.of(source).chance(seen)
+        state, rows, self._unseen = seq.state(self, RequestState), self._batch_size, False
+        seen = self._calibrator.prob(kind(source, signal.prob, depth))
+        state.reach *= state.bias(source).prob(seen)
         state.tokens += state.reach
         price = self._meter.prices(rows, len(seq.tokens))
         now, then = (price(rows * d) + d * self._level(price) for d in (depth, depth + 1))
@@ -217,21 +218,21 @@ class Controller(Policy):
 
     def _plan(self, seq: Sequence, tree: Tree, budget: Budget) -> RequestPlan:
         """Estimate every node, and remember the whole tree: the text will tell what was right."""
-        state, source = seq.memory(self, RequestState), seq.drafter.model_source
-        # Tokens that were drawn may not be dropped for what they are, or the law would change.
-        tree = tree.trim(budget) if tree.probs else tree
+        state, source = seq.state(self, RequestState), seq.drafter.model_source
+        # Tokens that were drawn may not be dropped for what they are, or the distribution would change.
+        tree = tree.trim(budget) if tree.proposals else tree
         plan, proposal = RequestPlan(seq, tree, budget, probing=state.probing), Proposal(tree, [("", 0, 0)], [1.0])
-        depths, reach, known = plan.depths, plan.reach, self._calibrator.chance
+        depths, reach, known = plan.depths, plan.reach, self._calibrator.prob
         for node in range(1, len(tree)):
             parent, who = tree.parents[node], tree.sources.get(node, "")
             depths.append(depths[parent] + 1)
             own = kind(who, _said(tree, node), depths[node])
-            chance = known(own)
+            prob = known(own)
             proposal.kinds.append(own)
-            proposal.chances.append(chance)
-            reach.append(reach[parent] * state.of(who).chance(chance))
+            proposal.probs.append(prob)
+            reach.append(reach[parent] * state.bias(who).prob(prob))
             plan.alone.append(plan.alone[parent] and who != source)
-        if tree.probs:
+        if tree.proposals:
             plan.kept = list(range(len(tree)))
         if source is not None:
             plan.levels = max((plan.depths[node] for node in tree.signals), default=0)
@@ -248,7 +249,7 @@ class Controller(Policy):
         extra = (offer.seconds(guesses) - plain) / max(guesses, 1)  # seconds of a guess
         gains = []
         for plan in plans:
-            state = plan.seq.memory(self, RequestState)
+            state = plan.seq.state(self, RequestState)
             saved = (plan.expected - 1) * (plain - exposed) / offer.rows - (len(plan.kept) - 1) * extra
             if state.worth is None:
                 state.worth = self._worth if self._worth is not None else 2 * asking
@@ -256,7 +257,7 @@ class Controller(Policy):
             self._worth = state.worth if self._worth is None else self._worth + FOLLOW_ALL * (saved - self._worth)
             state.alone += FOLLOW * (alone - state.alone)
             gains.append(max(saved, state.worth) - asking)
-        rests = [plan.seq.memory(self, RequestState).rest for plan in plans]
+        rests = [plan.seq.state(self, RequestState).rest for plan in plans]
         longest = int((offer.rows * asking + exposed) / (IDLE * plain))
         self._rota.settle(rests, gains, offer.rows, exposed, longest)
 
@@ -266,7 +267,7 @@ class Controller(Policy):
 
     def observe(self, seq: Sequence, step: Step) -> None:
         if self.costs is not None:
-            state = seq.memory(self, RequestState)
+            state = seq.state(self, RequestState)
             for token in step.tokens if state.proposals else ():
                 state.judge(token, self._calibrator, seq.drafter.model_source)
 
@@ -277,7 +278,7 @@ def _overlaps(seq: Sequence) -> bool:
 
 def _said(tree: Tree, node: int) -> float | None:
     """What the drafter itself thinks of a node."""
-    chance = tree.chances.get(node)
-    if chance is None and node in tree.signals:
+    prob = tree.probs.get(node)
+    if prob is None and node in tree.signals:
         return tree.signals[node].prob
-    return chance
+    return prob

@@ -99,7 +99,7 @@ def between(points: Seq[Point], at: float) -> float:
     return y + (above - y) * (at - x) / (after - x)
 
 
-def of(lm: LM, name: str = "") -> Costs:
+def load_or_measure(lm: LM, name: str = "") -> Costs:
     """The costs of this model here: from the cache folder, else measured, which takes some seconds."""
     from outpace.storage.files import cache_dir
 

@@ -9,14 +9,14 @@ from typing import NamedTuple
 from outpace.core.sequence import Sequence
 from outpace.core.tree import ROOT, Budget, Decision, Tree
 
-HOPELESS = 0.005  # chance of a guess that is not worth a thought
+HOPELESS = 0.005  # probability of a guess that is not worth a thought
 RESTING = Decision(0, 0, 1.0, 1.0, "resting: asking cost more than it saved")
 
 
 class RankedNode(NamedTuple):
     """A node that could be verified."""
 
-    reach: float  # chance that it is accepted
+    reach: float  # probability that it is accepted
     plan: int
     node: int
 
@@ -29,7 +29,7 @@ class RequestPlan:
     tree: Tree
     budget: Budget
     depths: list[int] = field(default_factory=lambda: [0])  # of each node
-    reach: list[float] = field(default_factory=lambda: [1.0])  # chance of each node that it is accepted
+    reach: list[float] = field(default_factory=lambda: [1.0])  # probability of each node that it is accepted
     alone: list[bool] = field(default_factory=lambda: [True])  # whether it is there without the draft model
     kept: list[int] = field(default_factory=lambda: [ROOT])  # nodes that are verified
     levels: int = 0  # that a draft model drafted
@@ -67,7 +67,7 @@ def likeliest(plans: list[RequestPlan]) -> list[RankedNode]:
     guesses = [
         (-reach, i, node)
         for i, plan in enumerate(plans)
-        if not plan.tree.probs
+        if not plan.tree.proposals
         for node, reach in enumerate(plan.reach)
         if node != ROOT and reach > HOPELESS
     ]
@@ -95,7 +95,7 @@ class PassOffer:
     def choose(self, order: list[RankedNode], spent: float, forced: Seq[float] = ()) -> Choice:
         """So many of the likeliest guesses that tokens per second are most.
 
-        `spent` was spent on guessing already; guesses with the chances `forced` are in the pass in any case.
+        `spent` was spent on guessing already; guesses with the probabilities `forced` are in the pass in any case.
         """
         tokens, waited = self.rows + sum(forced), spent + self.exposed
         taken, best = 0, tokens / (self.seconds(len(forced)) + (waited if forced else spent))

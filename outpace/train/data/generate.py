@@ -53,7 +53,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How answers are made. Those of `law` decide what is written, and are the same for a whole file."""
+    """How answers are made. Those of `distribution` decide what is written, and are the same for a whole file."""
 
     max_tokens: int = 512
     temperature: float = 0.0
@@ -71,7 +71,7 @@ class GenerationSettings:
             raise UsageError("rows and longest_prompt must be at least 1")
 
     @property
-    def law(self) -> dict[str, Any]:
+    def distribution(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key not in FREE}
 
 
@@ -145,7 +145,7 @@ class _Run:
         """Completions in the order in which they end."""
         if not asked:
             return
-        requests = [Request.of(ask.tokens, given | {"seed": self._seed(ask.id)}) for ask in asked]
+        requests = [Request.from_keywords(ask.tokens, given | {"seed": self._seed(ask.id)}) for ask in asked]
         with closing(_stream(self.model, requests, self.settings.rows)) as stream:
             for piece in stream:
                 self.generated += len(piece.tokens)
@@ -291,14 +291,17 @@ def _answering(settings: GenerationSettings) -> dict[str, Any]:
 
 def _check(model: Model, settings: GenerationSettings) -> None:
     """Refuse what would fail, or would not be the target's own, before anything is written."""
-    if not Completion.of(model.sequence(Request.of([0], _answering(settings)))).lossless:
+    if not Completion.of_sequence(model.sequence(Request.from_keywords([0], _answering(settings)))).lossless:
         raise UsageError(f"the answers of {settings.method!r} are not the model's own: choose a lossless method")
 
 
 def _header(model: Model, settings: GenerationSettings) -> dict[str, Any]:
     ends = model.lm.embeddings
     weights = None if ends is None else ends.fingerprint
-    return {"model": {"name": model.name, "vocab": model.lm.vocab, "weights": weights}, "settings": settings.law}
+    return {
+        "model": {"name": model.name, "vocab": model.lm.vocab, "weights": weights},
+        "settings": settings.distribution,
+    }
 
 
 def _stream(model: Model, requests: list[Request], rows: int) -> Stream:

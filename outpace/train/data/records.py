@@ -192,7 +192,7 @@ def _claim(file: IO[bytes], path: Path) -> None:
 
 
 def _same(path: Path, written: dict[str, Any], header: dict[str, Any]) -> None:
-    """Refuse to put texts of different laws into one file."""
+    """Refuse to put texts of different distributions into one file."""
     for part in ("model", "settings"):
         before, now = written.get(part, {}), header[part]
         for key in now:

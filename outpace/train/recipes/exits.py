@@ -54,7 +54,7 @@ class Exits:
         return ran.logits
 
 
-def chances(layers: int, most: float, ramp: float = 1.0) -> Tensor:  # [layers]
+def probs(layers: int, most: float, ramp: float = 1.0) -> Tensor:  # [layers]
     """How likely each layer is dropped: never the first, mostly the last."""
     places = torch.arange(layers, dtype=torch.float64)
     return ramp * most * (torch.exp(places * math.log(2) / max(layers - 1, 1)) - 1)

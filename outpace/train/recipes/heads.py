@@ -87,7 +87,7 @@ def frequent(records: Seq[TextRecord], count: int, vocab: int) -> Tensor:  # [co
 
 
 class HeadRecipe:
-    """A head of any kind, on the hidden states and the law of a target that stays as it is."""
+    """A head of any kind, on the hidden states and the distribution of a target that stays as it is."""
 
     def __init__(self, settings: TrainingSettings, model: Model, records: Seq[TextRecord]):
         self.settings, self.model, self.lm = settings, model, model.lm
@@ -130,13 +130,14 @@ class HeadRecipe:
             wanted = wanted[..., self.head.ids]
         with self.computing:
             guessed = self.head.unroll(batch.tokens, told.hidden, self.ahead, started)
-            laws = self._laws(guessed, wanted, started, counts)
-        return self.measure(laws)
+            distributions = self._distributions(guessed, wanted, started, counts)
+        return self.measure(distributions)
 
-    def _laws(
+    def _distributions(
         self, guessed: list[ChainStepOutput], wanted: Tensor, started: Tensor, counts: Tensor
     ) -> list[StepLogits]:
-        """Every column with the target's law that it guesses, at each step, of the chains that start in an answer."""
+        """Every column with the target's distribution that it guesses, at each step, of the chains that start in an
+        answer."""
         batch, length, vocab = wanted.shape
         rows = torch.arange(batch, device=wanted.device)[:, None] * length  # of all texts, one after the other
         chains: Tensor | None = None

@@ -1,4 +1,5 @@
-"""Whole models that are trained: early exits in a copy of the target, and a smaller model that learns its law."""
+"""Whole models that are trained: early exits in a copy of the target, and a smaller model that learns its
+distribution."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class TrainedModel:
         return list(self.trained.parameters())
 
     def wanted(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and columns of the places that count, and the target's law there."""  # [places], [places, vocab]
+        """Rows and columns of the places that count, and the target's distribution there."""
+        # [places], [places, vocab]
         rows, at = answered(batch).nonzero(as_tuple=True)
         return rows, at, cooled(self.target.tell(batch.tokens).logits[rows, at], self.settings.temperature)
 
@@ -90,7 +92,7 @@ class TrainedModel:
 
 
 class LayerSkipRecipe(TrainedModel):
-    """A copy of the target in which layers are dropped and every exit learns the target's law."""
+    """A copy of the target in which layers are dropped and every exit learns the target's distribution."""
 
     def __init__(self, settings: TrainingSettings, model: Model, records: Seq[TextRecord]):
         super().__init__(settings, model, module_of(model.lm))
@@ -104,8 +106,8 @@ class LayerSkipRecipe(TrainedModel):
     def loss(self, batch: Batch, step: int, total: int) -> LossResult:
         rows, at, target = self.wanted(batch)
         ramp = exits.ramped(step, total) if self.settings.ramp else 1.0
-        chances = exits.chances(self.stack, self.settings.dropout, ramp)
-        dropped = torch.rand(self.stack, len(batch.tokens)) < chances[:, None]  # [layers, batch]
+        probs = exits.probs(self.stack, self.settings.dropout, ramp)
+        dropped = torch.rand(self.stack, len(batch.tokens)) < probs[:, None]  # [layers, batch]
         loss, said = torch.zeros((), device=target.device), dict[int, Tensor]()
         with self.computing:
             left = self.exits.run(batch.tokens, dropped.to(target.device))
@@ -138,7 +140,7 @@ class LayerSkipRecipe(TrainedModel):
 
 
 class DraftRecipe(TrainedModel):
-    """A smaller model, or the target without some of its layers, that learns the target's law."""
+    """A smaller model, or the target without some of its layers, that learns the target's distribution."""
 
     def __init__(self, settings: TrainingSettings, model: Model, records: Seq[TextRecord]):
         super().__init__(settings, model, _student(settings, model, records))
@@ -165,7 +167,9 @@ def _student(settings: TrainingSettings, model: Model, records: Seq[TextRecord])
         student = load(settings.draft, dtype=torch.float32, device=device, compile=False)
         sides = (NamedModel(m.lm, m.tokenizer, m.name) for m in (model, student))
         if translated(*sides) is not student.lm:
-            raise UsageError(f"{settings.draft} has another tokenizer than {model.name}, whose law it is to learn")
+            raise UsageError(
+                f"{settings.draft} has another tokenizer than {model.name}, whose distribution it is to learn"
+            )
         return module_of(student.lm)
     if settings.keep:
         return checkpoint.part_of(target, sorted(set(parse(settings.keep))))

@@ -20,9 +20,9 @@ class ServerPlan:
     prompts: list[str]
     max_tokens: int = 64
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))  # of the sampled checks
-    samples: int = 400  # of the law, per context
-    contexts: int = 2  # prompts whose law is tested
-    alpha: float = 0.001  # chance that the law fails a server that is right
+    samples: int = 400  # of the distribution, per context
+    contexts: int = 2  # prompts whose distribution is tested
+    alpha: float = 0.001  # chance that the distribution fails a server that is right
     concurrency: int = 8
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
 """Law: are a server's sampled tokens distributed as they are without speculation, and as the local model says?
 
 Many short answers to one prompt give counts of the next token after the prompt and after each frequent beginning.
-Without speculation the law is not known, only other draws: a chi-squared test of homogeneity compares the two. With a
-local model the law is known, and the tests are those of `outpace.verify.distribution`. Where a server shows no tokens,
-characters stand for them.
+Without speculation the distribution is not known, only other draws: a chi-squared test of homogeneity compares the two.
+With a local model the distribution is known, and the tests are those of `outpace.verify.distribution`. Where a server
+shows no tokens, characters stand for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outpace.verify.distribution import (
     following,
     holm,
 )
-from outpace.verify.expected import expected_law
+from outpace.verify.expected import expected_distribution
 from outpace.verify.judge import rounding_of
 from outpace.verify.records import Check
 from outpace.verify.servers.answers import ServerAnswers
@@ -66,7 +66,7 @@ class TestOutcome:
     effect: float  # the smallest deviation (Cohen's w) that is found with a chance of 90 %
 
 
-def sampled_law(answers: ServerAnswers, local: LocalJudge | None) -> Check:
+def sampled_distribution(answers: ServerAnswers, local: LocalJudge | None) -> Check:
     """Tests of every text that was continued often enough, corrected for their number."""
     plan, both, counts = answers.plan, list[PairedCounts](), list[Counts]()
     unread = 0
@@ -78,13 +78,15 @@ def sampled_law(answers: ServerAnswers, local: LocalJudge | None) -> Check:
             readable = [reply for reply in drawn if local.tokens(reply)[1] != "text"]
             unread += len(drawn) - len(readable)
             prompt = local.prompt(plan.prompts[index], drawn[0])
-            law = Expected(local, plan.sampling, prompt, local.rounding)
-            counts += law.counts(index, readable)
+            distribution = Expected(local, plan.sampling, prompt, local.rounding)
+            counts += distribution.counts(index, readable)
     each = plan.alpha / max(1, len(both) + len(counts))
     found = [homogeneity(pair, each, answers.drift or 0.0) for pair in both]
     found += [_found(chi_squared(count, each)) for count in counts]
     if not found:
-        return Check(answers.subject, "sampled law", "skip", "the server does not show the tokens of its samples")
+        return Check(
+            answers.subject, "sampled distribution", "skip", "the server does not show the tokens of its samples"
+        )
     return _check(answers, found, sum(count.impossible for count in counts), unread)
 
 
@@ -102,7 +104,7 @@ def _check(answers: ServerAnswers, found: list[TestOutcome], impossible: int, un
         "draws": draws, "tests": len(found), "rejected": wrong, "impossible": impossible, "alpha": plan.alpha,
         "power": POWER, "effects": effects, "p": [test.p for test in found], "each": [vars(test) for test in found],
     }  # fmt: skip
-    name, bad = "sampled law", bool(wrong or impossible)
+    name, bad = "sampled distribution", bool(wrong or impossible)
     return Check(answers.subject, name, "fail" if bad else "pass", summary, figures=figures)
 
 
@@ -141,7 +143,7 @@ def _total(found: Following, prefix: tuple[Any, ...]) -> int:
 
 
 def homogeneity(both: PairedCounts, alpha: float, drift: float) -> TestOutcome:
-    """Pearson's test that two samples have one law, or two that are as near as the server's own rounding."""
+    """Pearson's test that two samples have one distribution, or two that are as near as the server's own rounding."""
     from scipy.optimize import brentq
     from scipy.stats import ncx2
 
@@ -176,7 +178,7 @@ def _sum(pairs: Seq[tuple[int, int]]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Expected:
-    """The law by the local model, after one prompt."""
+    """The distribution by the local model, after one prompt."""
 
     local: LocalJudge
     sampling: Sampling
@@ -184,7 +186,7 @@ class Expected:
     rounding: float  # of the server's logits, seen from here
 
     def counts(self, index: int, replies: list[Reply]) -> list[Counts]:
-        """What came next, wherever that is often enough, and its law."""
+        """What came next, wherever that is often enough, and its distribution."""
         found = following([self._read(reply) for reply in replies])
         often = {prefix: drawn for prefix, drawn in found.items() if drawn.total() >= LEAST}
         return [self._counts(index, list(prefix), drawn) for prefix, drawn in often.items()]
@@ -203,25 +205,25 @@ class Expected:
     def _counts(self, index: int, prefix: list[int], drawn: Counter[int]) -> Counts:
         reference, text = self.local.judge.reference, self.prompt + prefix
         precise, native = reference.precise(text, 1), reference.native(text, 1)
-        law = self._law(precise[0], text)
+        distribution = self._distribution(precise[0], text)
         rounding = max(rounding_of(native, precise), self.rounding)
-        strange = {token: count for token, count in drawn.items() if law[token] == 0}
+        strange = {token: count for token, count in drawn.items() if distribution[token] == 0}
         impossible = sum(n for token, n in strange.items() if not self._could_be(precise[0], token, rounding, text))
-        return Counts(index, prefix, drawn, law, self._law(native[0], text), impossible)
+        return Counts(index, prefix, drawn, distribution, self._distribution(native[0], text), impossible)
 
     def _could_be(self, logits: Tensor, token: int, rounding: float, text: list[int]) -> bool:
-        """Whether rounding alone can bring the token into the law."""
+        """Whether rounding alone can bring the token into the distribution."""
         moved = logits - rounding
         moved[token] += 2 * rounding
-        return bool(self._law(moved, text)[token] > 0)
+        return bool(self._distribution(moved, text)[token] > 0)
 
-    def _law(self, logits: Tensor, text: list[int]) -> Tensor:
-        law = expected_law(logits, text, len(self.prompt), self.sampling)  # [vocab]
+    def _distribution(self, logits: Tensor, text: list[int]) -> Tensor:
+        distribution = expected_distribution(logits, text, len(self.prompt), self.sampling)  # [vocab]
         if self._stops:
-            mass = law[self._stops].sum()
-            law[self._stops] = 0.0
-            law[self._stops[0]] = mass
-        return law
+            mass = distribution[self._stops].sum()
+            distribution[self._stops] = 0.0
+            distribution[self._stops[0]] = mass
+        return distribution
 
 
 def _found(test: PearsonTest) -> TestOutcome:

@@ -10,7 +10,7 @@ from outpace.verify.records import Check
 from outpace.verify.servers import parity
 from outpace.verify.servers.answers import ServerAnswers, ServerPlan
 from outpace.verify.servers.client import HTTPFailure, Server
-from outpace.verify.servers.distribution import sampled_law
+from outpace.verify.servers.distribution import sampled_distribution
 from outpace.verify.servers.local import LocalJudge, every_token
 from outpace.verify.servers.settings import SettingsCheck
 from outpace.verify.suite import PlannedCheck
@@ -28,7 +28,7 @@ def server_questions(on: Server, off: Server | None, local: Model | None, plan: 
     asked["logprobs"] = partial(parity.logprobs, answers, judge)
     asked["same seed"] = partial(parity.same_seed, answers)
     if off is not None or judge is not None:
-        asked["sampled law"] = partial(sampled_law, answers, judge)
+        asked["sampled distribution"] = partial(sampled_distribution, answers, judge)
     asked |= SettingsCheck(answers, judge).all()
     asked["concurrent = alone"] = partial(parity.concurrent_equals_alone, answers)
     return [PlannedCheck(on.base, name, partial(_guarded, on.base, name, ask)) for name, ask in asked.items()]
