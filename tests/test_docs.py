@@ -109,6 +109,17 @@ def test_links_lead_somewhere_on_the_site_too() -> None:
             assert not target or os.path.normpath(Path(place).parent / target) in there, f"{place}: {target}"
 
 
+def test_the_readers_test_asks_five_questions_of_every_room() -> None:
+    text = "".join((ROOT / "docs/internals" / f"readers-test{part}.md").read_text() for part in ("", "-tools"))
+    rooms = dict(re.findall(r"## (\w+)\n\n((?:- .*\n)+)", text))
+    assert set(rooms) == set(script("rooms")["names"]())
+    for room, questions in rooms.items():
+        answers = re.findall(r"^- .*\? `([^`]+)`$", questions, flags=re.MULTILINE)
+        assert len(answers) == 5, room
+        for answer in answers:
+            assert (ROOT / "outpace" / room / answer).exists() or answer == f"{room}.py", f"{room}: {answer}"
+
+
 def test_the_map_of_the_readme_is_generated() -> None:
     assert script("rooms")["table"]() in (ROOT / "README.md").read_text(), "paste the output of `python docs/rooms.py`"
 
