@@ -169,7 +169,7 @@ class Oracle(Drafter):
         self._random = random.Random(self.seed)
 
     @property
-    def shape(self) -> Budget:  # type: ignore[override]
+    def limit(self) -> Budget:  # type: ignore[override]
         return Budget(self.depth, self.depth, 1)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:

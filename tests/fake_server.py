@@ -142,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
         for place in range(most):
             if place == 1 and self.bug("draws of guesses", body) and not sampler.greedy:
                 sampler = Sampler(Sampling(temperature=3.0, seed=sampler.seed))
-            scores = sampler.noised(sampler.shape(self.server.logits(tuple(text)), text), len(text))
+            scores = sampler.noised(sampler.process(self.server.logits(tuple(text)), text), len(text))
             text.append(int(scores.topk(2).indices[1] if place == wrong_at else scores.argmax()))
             said = ByteTokenizer().decode(text[start:])
             ended = [stop for stop in stops if stop in (said[:-2] if overshoot else said)]

@@ -36,8 +36,8 @@ from outpace.threads import compute_threads
 from outpace.threads.worker import IDLE
 from tests.callers import WAYS, Way, check, streams_in_turn, threads
 from tests.conftest import settings_of
-from tests.test_ahead import Device
 from tests.test_engine import Overlapping
+from tests.test_run_ahead import Device
 
 METHODS = ["plain", "suffix", "auto", "draft", "eagle3"]
 PROMPTS = [[1, 2, 3, 1, 2], [5], [9, 8, 7, 6] * 5, [4, 4], list(range(30)), [7, 7, 7], [60, 2], [11, 12] * 4]

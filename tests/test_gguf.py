@@ -35,7 +35,7 @@ TEXTS: list[Any] = [
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 0.9, "seed": 3},
-    "shaped": {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}, "seed": 4},
+    "filtered": {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}, "seed": 4},
 }
 DEEP = {"eagle3", "mtp", "medusa", "block", "layerskip", "pruned", "via_sd"}  # they need more than tokens and logits
 TOKENS = 12

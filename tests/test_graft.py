@@ -148,7 +148,7 @@ def test_the_budget_is_kept_and_both_sides_are_named(toy: Model, toy_draft: LM) 
     drafter = registry.method("graft", inner="draft:width=4,depth=4,nodes=16", draft=toy_draft, nodes=24)
     list(toy.generate(PROMPTS, method=drafter, max_tokens=30))
     seq = sequence(PROMPTS[1], drafter)
-    tree = drafter.propose(seq, drafter.shape)
+    tree = drafter.propose(seq, drafter.limit)
     drafter.close(seq)
     assert len(tree) == 25
     assert set(tree.sources.values()) == {"draft", "graft: retrieved"} and drafter.model_source == "draft"
@@ -198,7 +198,7 @@ class Drawn(Drafter):
 
 def test_drawn_guesses_are_neither_dropped_nor_joined(toy: Model, toy_draft: LM) -> None:
     drafter = registry.method("graft", inner=Drawn())
-    tree = drafter.propose(sequence([3, 4, 0], drafter), drafter.shape)
+    tree = drafter.propose(sequence([3, 4, 0], drafter), drafter.limit)
     assert tree.tokens == [0, 1, 2] and list(tree.proposals) == [0]
     given = dict(verifier="residual", temperature=1.0, max_tokens=30, seed=4)
     found = toy.generate(PROMPTS, method="graft", inner="draft:width=2,depth=3", draft=toy_draft, **given)

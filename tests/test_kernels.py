@@ -341,7 +341,7 @@ def test_choice_is_the_samplers(vocab: int, dtype: torch.dtype) -> None:
         want = [s.choose(row, [0] * p) for s, row, p in zip(samplers, logits, positions, strict=True)]
         assert tokens.tolist() == want
         assert torch.equal(best, logits.max(1).values.float()) and sure.all()
-        distributions = [s.shape(row, [0]).double().softmax(0) for s, row in zip(samplers, logits, strict=True)]
+        distributions = [s.process(row, [0]).double().softmax(0) for s, row in zip(samplers, logits, strict=True)]
         held = torch.stack([distribution[token] for distribution, token in zip(distributions, want, strict=True)])
         torch.testing.assert_close(prob.double(), held, atol=1e-5, rtol=1e-4)
 

@@ -30,11 +30,11 @@ every = pytest.mark.parametrize("name", POLICIES)
 
 
 class Chains(Drafter):
-    shape = Budget(depth=6, nodes=6)
+    limit = Budget(depth=6, nodes=6)
 
 
 class Trees(Drafter):
-    shape = Budget(depth=4, nodes=12, width=3)
+    limit = Budget(depth=4, nodes=12, width=3)
 
 
 def sequence(drafter: Drafter | None = None, policy: Policy | None = None) -> Sequence:
@@ -490,7 +490,7 @@ def test_the_token_it_stopped_after_is_what_the_draft_says(kind: str, at: int) -
 class Guesses(Drafter):
     """A chain and a side branch, as sure as they are given."""
 
-    shape = Budget(depth=4, nodes=8, width=2)
+    limit = Budget(depth=4, nodes=8, width=2)
     probs: tuple[float, ...] = (0.9, 0.6, 0.2, 0.8)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
@@ -505,7 +505,7 @@ class Guesses(Drafter):
 def test_a_policy_that_looks_cuts_what_was_drafted_at_once() -> None:
     """What follows a token that it would have stopped after is not verified; the token itself is."""
     drafter = Guesses()
-    budget, tree = drafter.shape, drafter.propose(sequence(drafter), drafter.shape)
+    budget, tree = drafter.limit, drafter.propose(sequence(drafter), drafter.limit)
 
     def kept(policy: Policy, given: Tree = tree, drafter: Drafter = drafter) -> list[int]:
         return policy.select([sequence(drafter, policy)], [given], [budget], 1)[0].tokens[1:]

@@ -303,7 +303,7 @@ class BlockState:
 class Blocks(Drafter):
     """Proposes the block as it stands; nothing of it is a draft."""
 
-    shape = Budget(0, 0)
+    limit = Budget(0, 0)
 
     def root(self, seq: Sequence) -> Layout:
         return BlockLayout([seq.tokens[-1], *seq.state("block", BlockState).tokens])
@@ -384,7 +384,7 @@ class NoiseLayout(Layout):
 class PushForward(Drafter):
     """Lets the model write several tokens a pass."""
 
-    shape = Budget(0, 0)
+    limit = Budget(0, 0)
 
     def root(self, seq: Sequence) -> Layout:
         return NoiseLayout(seq.tokens[-1])

@@ -447,7 +447,7 @@ def test_lookaheads_window_advances_and_fills_the_pool(prompt: list[int], window
     for round in range(6):
         levels = [list(level) for level in drafter._state(seq).levels]
         assert len(levels) == n - 1 and all(len(level) == window for level in levels)
-        tree = drafter.propose(seq, drafter.shape)
+        tree = drafter.propose(seq, drafter.limit)
         for rest in pool.get(seq.tokens[-1], []):  # what the pool knows of the last token is tried
             assert len(tree.walk([seq.tokens[-1], *rest])) == n
         scores = scored(tree, seed + round)
@@ -472,7 +472,7 @@ def test_lookahead_keeps_its_window_where_a_budget_left_no_room() -> None:
     drafter = Lookahead(window=4, n=3, guesses=2)
     seq = sequence([1, 2, 3], drafter)
     levels = [list(level) for level in drafter._state(seq).levels]
-    tree = drafter.propose(seq, drafter.shape).trim(Budget(2, 2, 1))
+    tree = drafter.propose(seq, drafter.limit).trim(Budget(2, 2, 1))
     scores = scored(tree)
     drafter.observe(seq, passed(tree, [0], scores), scores)
     assert drafter._state(seq).levels == [levels[1], [int(scores.logits[-1].argmax()), *levels[1][1:]]]
@@ -484,7 +484,7 @@ def test_lookaheads_newest_guess_comes_first() -> None:
     seq = sequence([1, 2], drafter)
     for gram in ([2, 5, 6], [2, 7, 8], [2, 5, 9], [2, 7, 8]):
         drafter._remember(drafter._state(seq), gram)
-    tree = drafter.propose(seq, drafter.shape)
+    tree = drafter.propose(seq, drafter.limit)
     assert [spelled(tree, node) for node in range(1, 5)] == [(7,), (7, 8), (5,), (5, 9)]
 
 
@@ -494,8 +494,8 @@ def test_lookahead_fits_its_own_shape() -> None:
         seq = sequence(list(range(20)), drafter)
         for i in range(guesses):
             drafter._remember(drafter._state(seq), [19, *(i + j for j in range(n - 1))])
-        tree = drafter.propose(seq, drafter.shape)
-        assert tree.trim(drafter.shape) is tree
+        tree = drafter.propose(seq, drafter.limit)
+        assert tree.trim(drafter.limit) is tree
 
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"n": 1}, {"guesses": 0}])

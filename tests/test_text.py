@@ -361,7 +361,7 @@ class Replay(Drafter):
     """Draft what is known to come."""
 
     answer: list[int]
-    shape = Budget(depth=9, nodes=9)
+    limit = Budget(depth=9, nodes=9)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         done = len(seq.generated)

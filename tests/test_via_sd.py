@@ -89,7 +89,7 @@ class Fixed(Drafter):
     """Guesses the same text, from wherever the request stands in it."""
 
     name, model_source = "fixed", ""
-    shape = Budget(5, 5)
+    limit = Budget(5, 5)
 
     def __init__(self, *text: int):
         self.text = text

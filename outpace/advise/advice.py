@@ -105,7 +105,7 @@ def _costs(
     question: AdviceQuestion, recordings: Seq[Recording], candidates: Seq[MethodChoice], step: Step
 ) -> MeasuredPasses:
     middle = statistics.median(len(r.prompt) + len(r.answer) // 2 for r in recordings)
-    most = max(drafter_of(question.model, candidate, question.drafts).shape.nodes for candidate in candidates) + 1
+    most = max(drafter_of(question.model, candidate, question.drafts).limit.nodes for candidate in candidates) + 1
     context = min(int(middle), question.model.lm.max_length - most - costing.PASSES - 4)
     done = step("timing passes of the target", costing.steps(most, question.model.lm.trees))
     return costing.measure(question.model, max(2, context), most, done)

@@ -32,7 +32,7 @@ class Dummy(Drafter):
     tree: bool = False
 
     @property
-    def shape(self) -> Budget:  # type: ignore[override]
+    def limit(self) -> Budget:  # type: ignore[override]
         return Budget(self.rows, self.rows - 1, 2)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:

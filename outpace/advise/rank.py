@@ -89,16 +89,16 @@ def candidates(methods: Seq[str], drafts: Seq[str]) -> list[MethodChoice]:
         takes_draft = "draft" in registry.options(cls)
         for draft in drafts if takes_draft else [None]:
             drafter = registry.method(name, **options, **({"draft": None} if takes_draft else {}))
-            found += [MethodChoice(spec, policy, draft) for policy in _budgets(drafter.shape)]
+            found += [MethodChoice(spec, policy, draft) for policy in _budgets(drafter.limit)]
     return found
 
 
-def _budgets(shape: Budget) -> list[str]:
-    if not shape.depth:
+def _budgets(limit: Budget) -> list[str]:
+    if not limit.depth:
         return ["fixed"]
-    if shape.width == 1:
-        return ["fixed", *(f"fixed:depth={depth}" for depth in DEPTHS if depth < shape.depth)]
-    return ["fixed", *(f"fixed:nodes={nodes}" for nodes in NODES if nodes < shape.nodes)]
+    if limit.width == 1:
+        return ["fixed", *(f"fixed:depth={depth}" for depth in DEPTHS if depth < limit.depth)]
+    return ["fixed", *(f"fixed:nodes={nodes}" for nodes in NODES if nodes < limit.nodes)]
 
 
 def drafter_of(model: Model, candidate: MethodChoice, drafts: dict[str, Model]) -> Drafter:

@@ -24,7 +24,7 @@ class Drafter:
     reads_logits: ClassVar[bool] = False  # whether it learns from all logits of every pass
     model_source: str | None = None  # source of the nodes that cost a pass of a model per level; None: there are none
     taps: tuple[int, ...] = ()  # hidden states of the target that it reads; known once a request was opened
-    shape: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less
+    limit: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less
 
     @classmethod
     def fits(cls, target: LM) -> bool:

@@ -32,11 +32,11 @@ class Policy:
 
     def budget(self, seq: Sequence) -> Budget:
         """What the drafter may use for its next tree."""
-        shape = seq.drafter.shape
-        depth = shape.depth if self.depth is None else self.depth
-        width = shape.width if self.width is None else self.width
+        limit = seq.drafter.limit
+        depth = limit.depth if self.depth is None else self.depth
+        width = limit.width if self.width is None else self.width
         # A chain that is asked to be deeper than the drafter's own has as many nodes as it is deep.
-        nodes = self.nodes if self.nodes is not None else max(shape.nodes, depth)
+        nodes = self.nodes if self.nodes is not None else max(limit.nodes, depth)
         return Budget(depth, nodes, width)
 
     def budgets(self, seqs: Seq[Sequence], batch_size: int) -> list[Budget]:
@@ -45,7 +45,7 @@ class Policy:
 
     def idle(self, seq: Sequence) -> bool:
         """Whether the next draft will be empty, as far as is known before this pass was read."""
-        return not (seq.drafter.shape.depth if self.depth is None else self.depth)
+        return not (seq.drafter.limit.depth if self.depth is None else self.depth)
 
     def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         """Whether to draft on after a token at `depth` for which the draft gave `signal`."""

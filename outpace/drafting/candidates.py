@@ -30,13 +30,15 @@ class RankedCandidates(NamedTuple):
 def ranked_candidates(seq: Sequence, logits: Tensor, prefixes: Seq[list[int]], width: int) -> list[RankedCandidates]:
     """Of several places at once, at most `width` tokens each."""  # [places, vocab]
     sampler, shared = seq.sampler, seq.verifier.shares_noise
-    shaped, drawn = sampler.shapes(logits, prefixes), not shared and not sampler.greedy
-    precise = shaped.double() if drawn else shaped.float()  # a distribution that is drawn from, or numbers to go by
-    distribution, vocab = precise.softmax(-1), shaped.shape[-1]
-    leading = shaped.topk(min(max(width, TOP), vocab)).indices
+    processed, drawn = sampler.process_batch(logits, prefixes), not shared and not sampler.greedy
+    precise = (
+        processed.double() if drawn else processed.float()
+    )  # a distribution that is drawn from, or numbers to go by
+    distribution, vocab = precise.softmax(-1), processed.shape[-1]
+    leading = processed.topk(min(max(width, TOP), vocab)).indices
     first, prob = leading[:, :width], distribution
     if not sampler.greedy:
-        noised = _noised(seq, shaped, prefixes)
+        noised = _noised(seq, processed, prefixes)
         first = noised.topk(min(width, vocab)).indices
         # With shared noise, how far a token leads after the noise tells how likely the target chooses it too.
         prob = noised.float().softmax(-1) if shared else distribution
@@ -58,20 +60,22 @@ def _outlook(row: list[float], count: int, distribution: Tensor | None) -> Ranke
     )
 
 
-def _noised(seq: Sequence, shaped: Tensor, prefixes: Seq[list[int]]) -> Tensor:
+def _noised(seq: Sequence, processed: Tensor, prefixes: Seq[list[int]]) -> Tensor:
     """With the target's own noise of each position, or with other noise where the draft may not know that."""
     positions = [len(prefix) for prefix in prefixes]
     salt = 0 if seq.verifier.shares_noise else seq.stats.passes + 1
     if min(positions) == max(positions):
-        return seq.sampler.noised(shaped, positions[0], salt)
-    rows = zip(shaped, positions, strict=True)
+        return seq.sampler.noised(processed, positions[0], salt)
+    rows = zip(processed, positions, strict=True)
     return torch.stack([seq.sampler.noised(row, position, salt) for row, position in rows])
 
 
-def _entropy(shaped: Tensor, distribution: Tensor, best: Tensor) -> Tensor:
+def _entropy(processed: Tensor, distribution: Tensor, best: Tensor) -> Tensor:
     """By the largest logit and its probability, without a logarithm per token."""  # [places, vocab], [places]
-    mean = (distribution * shaped.clamp(min=torch.finfo(shaped.dtype).min)).sum(-1)  # tokens that cannot be add nothing
-    return (shaped.amax(-1) - best.log() - mean).clamp(min=0.0)
+    mean = (distribution * processed.clamp(min=torch.finfo(processed.dtype).min)).sum(
+        -1
+    )  # tokens that cannot be add nothing
+    return (processed.amax(-1) - best.log() - mean).clamp(min=0.0)
 
 
 def fitted(logits: Tensor, vocab: int) -> Tensor:

@@ -18,7 +18,7 @@ from outpace.core.lm import LM, DraftShape, DraftToken
 from outpace.core.sequence import Sequence
 from outpace.core.tree import ROOT, Budget, Signal, Tree
 from outpace.drafting.candidates import fitted, ranked_candidates
-from outpace.drafting.shaped import Shaped
+from outpace.drafting.sized import SizedDrafter
 from outpace.errors import RequestFailed, UnsupportedModel
 from outpace.sampling.noise_rule import GUMBEL
 from outpace.sampling.sampler import Pick
@@ -71,7 +71,7 @@ class DraftSlot(NamedTuple):
     slot: int
 
 
-class ModelDrafter(Shaped):
+class ModelDrafter(SizedDrafter):
     """A drafter that asks a model: a subclass says which one, and brings the options of a tree."""
 
     model_source: str | None = ""  # all of its nodes, which have no other name than the drafter's

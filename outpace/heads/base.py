@@ -69,13 +69,13 @@ class Head(nn.Module):
     ids: Tensor | None  # [draft vocab]: the target's id of each token that it can guess; None: they are the same
 
     @classmethod
-    def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
+    def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
         """Settings of a head for a target of so many layers, where they are not given."""
         raise NotImplementedError
 
-    def equip(self, ends: Embeddings, ids: Tensor | None) -> None:
+    def equip(self, embeddings: Embeddings, ids: Tensor | None) -> None:
         """Take the target's output matrix, or one of its own that starts as it; for these tokens, or for all."""
-        rows = ends.unembed if ids is None else ends.unembed[ids]
+        rows = embeddings.unembed if ids is None else embeddings.unembed[ids]
         if self.spec.own_output:
             self.output = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
             self.output.weight.data = rows.clone()
@@ -120,5 +120,5 @@ def evenly(first: int, last: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)}))
 
 
-def embedding(ends: Embeddings) -> nn.Embedding:
-    return nn.Embedding.from_pretrained(ends.embed, freeze=True)
+def embedding(embeddings: Embeddings) -> nn.Embedding:
+    return nn.Embedding.from_pretrained(embeddings.embed, freeze=True)

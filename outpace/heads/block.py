@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from outpace.core.lm import Embeddings
 from outpace.heads.base import ChainStepOutput, HeadSpec, evenly
 from outpace.heads.parallel import Parallel, Text
-from outpace.heads.recursive import shape
+from outpace.heads.recursive import layer_config
 
 LAYERS, STEPS = 3, 7  # of a head, unless told otherwise
 ANCHORS = 128  # places of a training text at which a block starts
@@ -94,21 +94,21 @@ class BlockHead(Parallel):
     anchors = ANCHORS
     layers: Seq[BlockLayer]
 
-    def __init__(self, ends: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
-        super().__init__(ends, spec, ids)
-        config = shape(ends, spec)
+    def __init__(self, embeddings: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
+        super().__init__(embeddings, spec, ids)
+        config = layer_config(embeddings, spec)
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.mask = nn.Parameter(ends.embed.float().mean(0))
+        self.mask = nn.Parameter(embeddings.embed.float().mean(0))
         self.fc, self.fc_norm = nn.Linear(len(spec.taps) * hidden, hidden, bias=False), LlamaRMSNorm(hidden, eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(spec.layers))  # type: ignore[assignment]
         self.norm = LlamaRMSNorm(hidden, eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     @classmethod
-    def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
+    def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
         """As many states as layers, evenly from the first layer's to those before the last three."""
         layers = given.get("layers", LAYERS)
-        return {"layers": layers, "steps": STEPS, "taps": evenly(min(1, stack), stack - 3, layers)}
+        return {"layers": layers, "steps": STEPS, "taps": evenly(min(1, layer_count), layer_count - 3, layers)}
 
     @property
     def size(self) -> int:

@@ -42,8 +42,8 @@ class EagleLayer(nn.Module):
 
 
 class EagleDecoder(RecursiveDecoder):
-    def __init__(self, config: PreTrainedConfig, ends: Embeddings, spec: HeadSpec):
-        super().__init__(config, ends, spec)
+    def __init__(self, config: PreTrainedConfig, embeddings: Embeddings, spec: HeadSpec):
+        super().__init__(config, embeddings, spec)
         hidden, eps, taps = config.hidden_size, config.rms_norm_eps, len(spec.taps)
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
         self.layers = nn.ModuleList(EagleLayer(config, i, spec, self.parts) for i in range(spec.layers))
@@ -72,6 +72,6 @@ class Eagle3Head(Recursive):
     entrance = EagleDecoder
 
     @classmethod
-    def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
+    def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
         """An early, a middle and a late state; fewer where there are too few layers."""
-        return {"taps": tuple(sorted({min(2, stack - 1), stack // 2, max(stack - 3, 0)}))}
+        return {"taps": tuple(sorted({min(2, layer_count - 1), layer_count // 2, max(layer_count - 3, 0)}))}

@@ -33,14 +33,14 @@ class MedusaHead(Parallel):
 
     kind: ClassVar[str] = "medusa"
 
-    def __init__(self, ends: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
-        super().__init__(ends, spec, ids)
-        self.shifts = nn.ModuleList(StateShift(ends.hidden, spec.rank) for _ in range(spec.steps))
-        self.fuse = StateFusion(ends.hidden, len(spec.taps)) if len(spec.taps) > 1 else nn.Identity()
+    def __init__(self, embeddings: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
+        super().__init__(embeddings, spec, ids)
+        self.shifts = nn.ModuleList(StateShift(embeddings.hidden, spec.rank) for _ in range(spec.steps))
+        self.fuse = StateFusion(embeddings.hidden, len(spec.taps)) if len(spec.taps) > 1 else nn.Identity()
 
     @classmethod
-    def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
-        return {"taps": (stack,)}
+    def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
+        return {"taps": (layer_count,)}
 
     def pieces(self) -> list[nn.Module]:
         return [*self.shifts, self.fuse, *([self.link] if self.link is not None else [])]

@@ -19,8 +19,8 @@ from outpace.heads.recursive import Recursive, RecursiveDecoder
 
 
 class MtpDecoder(RecursiveDecoder):
-    def __init__(self, config: PreTrainedConfig, ends: Embeddings, spec: HeadSpec):
-        super().__init__(config, ends, spec)
+    def __init__(self, config: PreTrainedConfig, embeddings: Embeddings, spec: HeadSpec):
+        super().__init__(config, embeddings, spec)
         hidden, eps, norm = config.hidden_size, config.rms_norm_eps, self.parts.norm
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(hidden, eps), norm(hidden, eps)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
@@ -43,5 +43,5 @@ class MtpHead(Recursive):
     entrance = MtpDecoder
 
     @classmethod
-    def usual(cls, stack: int, given: dict[str, Any]) -> dict[str, Any]:
-        return {"taps": (stack,)}
+    def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
+        return {"taps": (layer_count,)}

@@ -33,12 +33,12 @@ class Text:
 class Parallel(Head):
     """Base of such heads: outputs, links, and the slots' number."""
 
-    def __init__(self, ends: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
+    def __init__(self, embeddings: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
         super().__init__()
         self.spec = spec
-        self.equip(ends, ids)
-        self.embed = embedding(ends)
-        self.link = SlotLink(ends.hidden, spec.linked) if spec.linked else None
+        self.equip(embeddings, ids)
+        self.embed = embedding(embeddings)
+        self.link = SlotLink(embeddings.hidden, spec.linked) if spec.linked else None
 
     def logits(self, states: Tensor) -> Tensor:  # [..., hidden] -> [..., draft vocab]
         return self.output(states) if self.spec.own_output else self.unembed(states)

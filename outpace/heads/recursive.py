@@ -23,9 +23,9 @@ from outpace.heads.base import ChainStepOutput, Head, HeadSpec, embedding
 COPIED = ("rope_parameters", "rms_norm_eps", "hidden_act", "head_dim", "num_attention_heads", "num_key_value_heads")
 
 
-def shape(ends: Embeddings, spec: HeadSpec) -> PreTrainedConfig:
+def layer_config(embeddings: Embeddings, spec: HeadSpec) -> PreTrainedConfig:
     """A Llama layer as wide as the target; what the target does not say is small. Or a layer of the target."""
-    target, hidden = ends.config, ends.hidden
+    target, hidden = embeddings.config, embeddings.hidden
     if spec.parts == parts.TARGET:
         if target is None:
             raise UsageError("a head of the target's own layers needs a Transformers model")
@@ -38,7 +38,7 @@ def shape(ends: Embeddings, spec: HeadSpec) -> PreTrainedConfig:
         given["rope_parameters"] = rope  # else a head is short-sighted enough for plain rotations
     wide = getattr(target, "intermediate_size", None) or 4 * hidden
     return parts.KNOWN[spec.parts].config(
-        vocab_size=ends.vocab, hidden_size=hidden, intermediate_size=spec.feedforward or wide,
+        vocab_size=embeddings.vocab, hidden_size=hidden, intermediate_size=spec.feedforward or wide,
         num_hidden_layers=spec.layers, max_position_embeddings=1 << 20, tie_word_embeddings=False,
         **(given | copy.deepcopy(spec.shape)),
     )  # fmt: skip
@@ -49,11 +49,11 @@ class RecursiveDecoder(nn.Module):
 
     layers: nn.ModuleList
 
-    def __init__(self, config: PreTrainedConfig, ends: Embeddings, spec: HeadSpec):
+    def __init__(self, config: PreTrainedConfig, embeddings: Embeddings, spec: HeadSpec):
         super().__init__()
         self.config, self.spec = config, spec
         self.parts = parts.classes_of(spec.parts, config)
-        self.embed = embedding(ends)
+        self.embed = embedding(embeddings)
         self.norm = self.parts.norm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = self.parts.rotary(config)
 
@@ -96,11 +96,11 @@ class Recursive(Head, PreTrainedModel):
     entrance: type[RecursiveDecoder]
     config: PreTrainedConfig
 
-    def __init__(self, ends: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
-        super().__init__(shape(ends, spec))
+    def __init__(self, embeddings: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
+        super().__init__(layer_config(embeddings, spec))
         self.spec = spec
-        self.model = self.entrance(self.config, ends, spec)
-        self.equip(ends, ids)
+        self.model = self.entrance(self.config, embeddings, spec)
+        self.equip(embeddings, ids)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

@@ -50,7 +50,7 @@ def embeddings_or_error(lm: LM) -> Embeddings:
 
 def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
     """A head for this target with random weights."""
-    cls, ends = find_class(kind), embeddings_or_error(lm)
+    cls, embeddings = find_class(kind), embeddings_or_error(lm)
     known = {field.name for field in dataclasses.fields(HeadSpec)} - {"kind"}
     for name in given:
         if name not in known:
@@ -63,8 +63,8 @@ def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
     spec = dataclasses.replace(spec, taps=tuple(spec.taps))
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        head: Head = cls(ends, spec, ids)
-    return _placed(head, ends)
+        head: Head = cls(embeddings, spec, ids)
+    return _placed(head, embeddings)
 
 
 def grown(head: Head, lm: LM, ids: Tensor | None, **given: Any) -> Head:
@@ -94,8 +94,13 @@ def grown(head: Head, lm: LM, ids: Tensor | None, **given: Any) -> Head:
 
 def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) -> None:
     """Both files appear whole or not at all; weights in float16."""
-    ends = embeddings_or_error(lm)
-    target = {"vocab": ends.vocab, "hidden": ends.hidden, "layers": layers_of(lm).count, "weights": ends.fingerprint}
+    embeddings = embeddings_or_error(lm)
+    target = {
+        "vocab": embeddings.vocab,
+        "hidden": embeddings.hidden,
+        "layers": layers_of(lm).count,
+        "weights": embeddings.fingerprint,
+    }
     made = {"spec": dataclasses.asdict(head.spec), "target": target, "notes": notes or {}}
     tensors = {n: (t.half() if t.is_floating_point() else t).contiguous().cpu() for n, t in head.own().items()}
     _write(folder, made, tensors)
@@ -132,17 +137,17 @@ def load(folder: Path, lm: LM) -> Head:
 
 def made(spec: HeadSpec, tensors: dict[str, Tensor], lm: LM) -> Head:
     """A head for this target with these weights, which are copied."""
-    ends, ids = embeddings_or_error(lm), tensors.get("ids")
-    head: Head = find_class(spec.kind)(ends, spec, ids if ids is None else ids.to(ends.embed.device))
+    embeddings, ids = embeddings_or_error(lm), tensors.get("ids")
+    head: Head = find_class(spec.kind)(embeddings, spec, ids if ids is None else ids.to(embeddings.embed.device))
     _check(head, tensors)
     head.load_state_dict(tensors, strict=False)
-    return _placed(head, ends)
+    return _placed(head, embeddings)
 
 
-def _placed(head: Head, ends: Embeddings) -> Head:
+def _placed(head: Head, embeddings: Embeddings) -> Head:
     """Where the target is and in its precision, but for buffers: rotations by many tokens need exact angles."""
-    for parameter in head.to(ends.embed.device).parameters():
-        parameter.data = parameter.data.to(ends.embed.dtype)
+    for parameter in head.to(embeddings.embed.device).parameters():
+        parameter.data = parameter.data.to(embeddings.embed.dtype)
     return head.eval()
 
 
@@ -189,7 +194,7 @@ def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
 
 def local(kind: str, lm: LM) -> Path | None:
     """The folder of a head for this model that is on this machine already: ours, one in the cache, or the model's."""
-    ends = embeddings_or_error(lm)  # else there is no head for it anywhere
+    embeddings = embeddings_or_error(lm)  # else there is no head for it anywhere
     for name in _trained(kind, lm):
         if (folder := weights.local(name)) is not None:
             return folder
@@ -197,7 +202,7 @@ def local(kind: str, lm: LM) -> Path | None:
         made = about(config.parent)
         if made["spec"]["kind"] == kind and _fits(made["target"], lm):
             return config.parent
-    return native_mtp.folder_of(ends) if kind == native_mtp.KIND else None
+    return native_mtp.folder_of(embeddings) if kind == native_mtp.KIND else None
 
 
 def _trained(kind: str, lm: LM) -> list[str]:
@@ -216,10 +221,10 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def _fits(made: dict[str, Any], lm: LM) -> bool:
-    ends = embeddings_or_error(lm)
-    if (made["vocab"], made["hidden"], made["layers"]) != (ends.vocab, ends.hidden, layers_of(lm).count):
+    embeddings = embeddings_or_error(lm)
+    if (made["vocab"], made["hidden"], made["layers"]) != (embeddings.vocab, embeddings.hidden, layers_of(lm).count):
         return False
-    ours, theirs = torch.tensor(ends.fingerprint), torch.tensor(made["weights"])
+    ours, theirs = torch.tensor(embeddings.fingerprint), torch.tensor(made["weights"])
     return bool(torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3))
 
 

@@ -32,7 +32,7 @@ class Auto(Drafter):
     draft: LM | None = None
     candidates: str = "suffix+recycling"  # methods that guess without a pass per level, "name:option=value" each
     _parts: list[Drafter] = field(init=False, repr=False)
-    _shapes: list[Budget] = field(init=False, repr=False)
+    _limits: list[Budget] = field(init=False, repr=False)
     _model: Drafter | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -41,11 +41,11 @@ class Auto(Drafter):
         if wrong:
             raise UsageError(f"{wrong[0]!r} cannot be a candidate of auto: it takes methods that need no model")
         self._parts = [registry.method(name, **FREER.get(name, {}) | options) for name, options in named]
-        self._shapes = [part.shape for part in self._parts]
-        self.shape = Budget(
-            max((shape.depth for shape in self._shapes), default=8),
-            sum(shape.nodes for shape in self._shapes) or 8,
-            max((shape.width for shape in self._shapes), default=1),
+        self._limits = [part.limit for part in self._parts]
+        self.limit = Budget(
+            max((limit.depth for limit in self._limits), default=8),
+            sum(limit.nodes for limit in self._limits) or 8,
+            max((limit.width for limit in self._limits), default=1),
         )
         self._model = None if self.draft is None else registry.method("draft", draft=self.draft)
 
@@ -70,7 +70,7 @@ class Auto(Drafter):
         """Do without those that look at the logits of every pass, if there are others."""
         able = [i for i, part in enumerate(self._parts) if not part.reads_logits]
         if able:
-            self._parts, self._shapes = [self._parts[i] for i in able], [self._shapes[i] for i in able]
+            self._parts, self._limits = [self._parts[i] for i in able], [self._limits[i] for i in able]
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         return self.propose_batch([seq], [budget])[0]
@@ -79,7 +79,7 @@ class Auto(Drafter):
         trees = self._retrieve(seqs, budgets)
         asked = [i for i, budget in enumerate(budgets) if self._model is not None and budget.levels]
         if self._model is not None and asked:
-            alike = [replace(budgets[i], width=self._model.shape.width) for i in asked]
+            alike = [replace(budgets[i], width=self._model.limit.width) for i in asked]
             drafted = self._model.propose_batch([seqs[i] for i in asked], alike)
             for i, tree in zip(asked, drafted, strict=True):
                 # Guesses that were drawn from a distribution may stand beside no others.
@@ -88,9 +88,9 @@ class Auto(Drafter):
 
     def _retrieve(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         trees = [Tree([seq.tokens[-1]]) for seq in seqs]
-        for part, shape in zip(self._parts, self._shapes, strict=True):
+        for part, limit in zip(self._parts, self._limits, strict=True):
             own = [
-                Budget(min(b.depth, shape.depth), min(b.nodes, shape.nodes), min(b.width, shape.width)) for b in budgets
+                Budget(min(b.depth, limit.depth), min(b.nodes, limit.nodes), min(b.width, limit.width)) for b in budgets
             ]
             for tree, found in zip(trees, part.propose_batch(seqs, own), strict=True):
                 merge(tree, found, part.name)

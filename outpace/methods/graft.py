@@ -45,9 +45,9 @@ class Graft(Drafter):
         self._inner, self._grafting = registry.inner(self.inner, self.draft), found
         width = max(map(len, found.ranks))
         self._known = Successors(width)
-        own = self._inner.shape
-        self.shape = Budget(max(own.depth, len(found.ranks)), self.nodes, own.width + width)
-        self._slots = template(found.ranks, SPARE * self.nodes, self.shape.depth)
+        own = self._inner.limit
+        self.limit = Budget(max(own.depth, len(found.ranks)), self.nodes, own.width + width)
+        self._slots = template(found.ranks, SPARE * self.nodes, self.limit.depth)
 
     @property
     def model_source(self) -> str | None:  # type: ignore[override]
@@ -73,7 +73,7 @@ class Graft(Drafter):
 
     def _share(self, budget: Budget) -> Budget:
         """What the wrapped method may draft, and where it looks whether to go on."""
-        own = self._inner.shape
+        own = self._inner.limit
         return replace(
             budget, depth=min(budget.depth, own.depth), nodes=min(budget.nodes, own.nodes),
             width=min(budget.width, own.width), stop=self._grafting.stops if self._grafting.gates else None,

@@ -39,7 +39,7 @@ class Lookahead(Drafter):
             raise UsageError(f"lookahead needs window >= 1, n >= 2 and guesses >= 1, got {self}")
 
     @property
-    def shape(self) -> Budget:  # type: ignore[override]
+    def limit(self) -> Budget:  # type: ignore[override]
         nodes = (self.n - 1) * (self.window + self.guesses)
         return Budget(self.window + self.n - 2, nodes, self.guesses + 2)
 

@@ -36,7 +36,7 @@ class NGram(Drafter):
             raise UsageError(f"ngram needs 1 <= min_n <= max_n and matches >= 1, got {self}")
 
     @property
-    def shape(self) -> Budget:  # type: ignore[override]
+    def limit(self) -> Budget:  # type: ignore[override]
         return Budget(self.depth, self.depth * self.matches, self.matches)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:

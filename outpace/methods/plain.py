@@ -13,7 +13,7 @@ from outpace.core.tree import OFF, Budget, Tree
 class Plain(Drafter):
     """No speculation."""
 
-    shape = OFF
+    limit = OFF
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         return Tree([seq.tokens[-1]])

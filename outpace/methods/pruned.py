@@ -41,10 +41,10 @@ class Pruned(SelfDrafting):
         return layers_of(target).slice(kept)
 
     def _chosen(self, probe: LayerProbe) -> list[int]:
-        stack = layers_of(probe.target).count
-        count = self.remove or max(1, stack // 8)
+        layer_count = layers_of(probe.target).count
+        count = self.remove or max(1, layer_count // 8)
         if isinstance(count, str):
-            count = probe.best_count(max(1, stack // 2), self.depth)
-        if count >= stack:
-            raise UsageError(f"remove={count} leaves no layer: this model has {stack}")
-        return without(stack, probe.block(count) if self.by == "angle" else probe.search(count))
+            count = probe.best_count(max(1, layer_count // 2), self.depth)
+        if count >= layer_count:
+            raise UsageError(f"remove={count} leaves no layer: this model has {layer_count}")
+        return without(layer_count, probe.block(count) if self.by == "angle" else probe.search(count))

@@ -34,7 +34,7 @@ class Recycling(Drafter):
         self._matched = [4.0 / (rank + 1) ** 1.5 for rank in range(self.k)]
 
     @property
-    def shape(self) -> Budget:  # type: ignore[override]
+    def limit(self) -> Budget:  # type: ignore[override]
         return Budget(self.depth, self.nodes, self.k)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:

@@ -129,7 +129,7 @@ class Suffix(Drafter):
             raise UsageError(f"suffix needs min_match >= 1, width >= 1 and store_tokens >= 0, got {self}")
 
     @property
-    def shape(self) -> Budget:  # type: ignore[override]
+    def limit(self) -> Budget:  # type: ignore[override]
         return Budget(self.depth, self.depth * self.width, self.width)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:

@@ -82,7 +82,7 @@ class ViaSD(Drafter):
         self._inner = registry.inner(self.inner, self.draft)
         self.lossless = self.exact
         self.verifier = "match" if self.exact else "tiered"
-        self.shape = self._inner.shape if self.exact else Budget(self.depth, self.depth)
+        self.limit = self._inner.limit if self.exact else Budget(self.depth, self.depth)
 
     @property
     def model_source(self) -> str | None:  # type: ignore[override]
@@ -148,9 +148,9 @@ class ViaSD(Drafter):
             if node not in reach or not children:
                 continue
             after = [tree.tokens[n] for n in tree.path(node)[1:]]
-            shaped = seq.sampler.shape(logits[node], seq.tokens + after)
+            processed = seq.sampler.process(logits[node], seq.tokens + after)
             distribution = (
-                seq.sampler.noised(shaped, len(seq.tokens + after)).double().softmax(-1)
+                seq.sampler.noised(processed, len(seq.tokens + after)).double().softmax(-1)
             )  # as the target will choose
             distributions[tuple(after)], least = distribution, floor * float(distribution.max())
             for child in children:
@@ -183,13 +183,13 @@ class ViaSD(Drafter):
         """Add what is decided about a chain; True when the target need not be asked yet."""  # [nodes, vocab]
         seq, tree, asked = block.shadow, block.tree, False
         for node, token in enumerate(drafted.tokens[1:]):
-            shaped = seq.sampler.shape(logits[node], seq.tokens)
-            distribution = shaped.double().softmax(-1)
+            processed = seq.sampler.process(logits[node], seq.tokens)
+            distribution = processed.double().softmax(-1)
             share = float(distribution[token] / distribution.max())
             if share == 0:  # it may not even be allowed, and what follows it could not be judged
                 return False
             doubted = self.ask <= share < self.accept
-            chosen = int(seq.sampler.noised(shaped, len(seq.tokens)).argmax()) if doubted else token
+            chosen = int(seq.sampler.noised(processed, len(seq.tokens)).argmax()) if doubted else token
             source, prob = self._inner.name if chosen == token else f"{self.name}: slim", float(distribution[chosen])
             added = tree.add(len(tree) - 1, chosen, Signal(prob, 0.0), source, prob)
             if share >= self.ask:

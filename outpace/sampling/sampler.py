@@ -63,7 +63,7 @@ class Sampler:
             return None
         return Pick(self.seed, self.sampling.temperature, () if self.greedy else self.filters, self.rule)
 
-    def shape(self, logits: Tensor, prefix: list[int]) -> Tensor:
+    def process(self, logits: Tensor, prefix: list[int]) -> Tensor:
         """Logits of the distribution of the token that follows `prefix`; -inf where it cannot be."""
         # [vocab] -> [vocab]
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -78,10 +78,10 @@ class Sampler:
             raise RequestFailed(f"a processor gave non-finite logits at position {len(prefix)}")
         return self._filtered(logits)
 
-    def shapes(self, logits: Tensor, prefixes: Sequence[list[int]]) -> Tensor:
+    def process_batch(self, logits: Tensor, prefixes: Sequence[list[int]]) -> Tensor:
         """The same of several prefixes; at once, unless a processor has to see each."""  # [n, vocab] -> [n, vocab]
         if self.processors:
-            return torch.stack([self.shape(row, prefix) for row, prefix in zip(logits, prefixes, strict=True)])
+            return torch.stack([self.process(row, prefix) for row, prefix in zip(logits, prefixes, strict=True)])
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if not torch.isfinite(logits.amax(-1)).all():
             raise RequestFailed(f"the model gave non-finite logits at position {len(prefixes[0])}")
@@ -97,21 +97,21 @@ class Sampler:
 
     def choose(self, logits: Tensor, prefix: list[int]) -> int:
         """The token that follows `prefix`."""
-        return int(self.noised(self.shape(logits, prefix), len(prefix)).argmax())
+        return int(self.noised(self.process(logits, prefix), len(prefix)).argmax())
 
-    def noised(self, shaped: Tensor, position: int, salt: int = 0) -> Tensor:
+    def noised(self, processed: Tensor, position: int, salt: int = 0) -> Tensor:
         """Scores whose largest is the draw at a position, in the order in which drafts rank them; greedy adds no noise.
 
         A draft that may not know the target's noise gives a `salt`. It always draws with Gumbel noise, because only
         that orders several draws without replacement.
         """  # [..., vocab] -> [..., vocab]
         if self.greedy:
-            return shaped
-        return (self._rule if not salt else self._gumbel).scores(shaped, self.seed, position, salt)
+            return processed
+        return (self._rule if not salt else self._gumbel).scores(processed, self.seed, position, salt)
 
     def distribution(self, logits: Tensor, prefix: list[int]) -> Tensor:
         """Probabilities of the token that follows `prefix`, in float64."""  # [vocab] -> [vocab]
-        logits = self.shape(logits, prefix)
+        logits = self.process(logits, prefix)
         if self.greedy:
             return torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, logits.argmax(), 1.0)
         return logits.double().softmax(-1)
@@ -120,7 +120,7 @@ class Sampler:
         """The logarithms of `distribution`, precise for unlikely tokens too."""  # [vocab] -> [vocab]
         if self.greedy:
             return self.distribution(logits, prefix).log()
-        return self.shape(logits, prefix).double().log_softmax(-1)
+        return self.process(logits, prefix).double().log_softmax(-1)
 
     def uniform(self, *counters: int) -> float:
         return uniform(self.seed, *counters)

@@ -214,7 +214,7 @@ def _judge(event: Event, step: Step) -> Iterator[JudgedNode]:
     start = len(seq.tokens) - len(step.tokens)
     for depth, (node, token) in enumerate(zip(step.path, step.tokens, strict=False)):
         distribution = (
-            seq.sampler.shape(scores.logits[node], seq.tokens[: start + depth]).double().softmax(-1)
+            seq.sampler.process(scores.logits[node], seq.tokens[: start + depth]).double().softmax(-1)
         )  # [vocab]
         children = {child: float(distribution[step.tree.tokens[child]]) for child in step.tree.children(node)}
         yield JudgedNode(node, float(distribution[token]), children)

@@ -54,5 +54,5 @@ class Tiered(Verifier):
 
 def warm_distribution(seq: Sequence, logits: Tensor) -> Tensor:
     """The distribution under the sampling settings; under greedy decoding, the distribution the model itself gives."""
-    shaped = seq.sampler.shape(logits, seq.tokens)
-    return shaped.double().softmax(-1)
+    processed = seq.sampler.process(logits, seq.tokens)
+    return processed.double().softmax(-1)

@@ -70,7 +70,7 @@ class Judge:
         prefix = expected.prompt + expected.tokens[:at]
         precise = self.reference.precise(prefix, at + 1)  # [at + 1, vocab]
         rounding = rounding_of(self.reference.native(prefix, at + 1), precise)
-        scores = expected.sampler.noised(expected.sampler.shape(precise[-1], prefix), len(prefix))
+        scores = expected.sampler.noised(expected.sampler.process(precise[-1], prefix), len(prefix))
         differences = [compare(precise[-1], token, rounding, expected.sampler, prefix) for token in (wanted, other)]
         gap = float(scores[wanted] - scores[other])
         return Divergence(index, at, wanted, other, gap, rounding, all(d is None or d.tie for d in differences))
@@ -87,7 +87,7 @@ class Difference:
 
 def compare(logits: Tensor, token: int, rounding: float, sampler: Sampler, prefix: list[int]) -> Difference | None:
     """None when the model chooses `token` after `prefix`."""  # [vocab]
-    scores = sampler.noised(sampler.shape(logits, prefix), len(prefix))
+    scores = sampler.noised(sampler.process(logits, prefix), len(prefix))
     choice = int(scores.argmax())
     if choice == token:
         return None

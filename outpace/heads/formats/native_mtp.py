@@ -42,7 +42,7 @@ def prefix(checkpoint: HeadFolder) -> str | None:
     return found[0][1] if found else None
 
 
-def read(checkpoint: HeadFolder, stack: int) -> tuple[HeadSpec, dict[str, Tensor]]:
+def read(checkpoint: HeadFolder, layer_count: int) -> tuple[HeadSpec, dict[str, Tensor]]:
     """The head, with copies of the target's matrices under the names `embed_tokens.weight` and `output.weight`."""
     start = prefix(checkpoint)
     assert start is not None
@@ -56,7 +56,7 @@ def read(checkpoint: HeadFolder, stack: int) -> tuple[HeadSpec, dict[str, Tensor
             f"the MTP layer in {checkpoint.folder} is quantised ({scaled[0]}); only plain weights can be read"
         )
     # Where the norm is a part of the layer's result it is fed back; DeepSeek's belongs to the output.
-    spec = HeadSpec(KIND, (stack,), normed=start == "mtp.", parts=TARGET)
+    spec = HeadSpec(KIND, (layer_count,), normed=start == "mtp.", parts=TARGET)
     return spec, tensors
 
 
@@ -88,12 +88,12 @@ def _fused(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return rest
 
 
-def folder_of(ends: Embeddings) -> Path | None:
+def folder_of(embeddings: Embeddings) -> Path | None:
     """Where the target itself was loaded from, if its checkpoint has MTP layers."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    name = getattr(ends.config, "_name_or_path", "") if ends.config is not None else ""
+    name = getattr(embeddings.config, "_name_or_path", "") if embeddings.config is not None else ""
     if not name:
         return None
     folder = Path(name)

@@ -60,28 +60,28 @@ def layout(checkpoint: HeadFolder) -> str:
     )
 
 
-def read(folder: Path, ends: Embeddings, stack: int) -> HeadWeights:
+def read(folder: Path, embeddings: Embeddings, layer_count: int) -> HeadWeights:
     """The head in this folder, for a target of so many layers."""
     checkpoint = HeadFolder(folder)
     kind = layout(checkpoint)
     if kind == "mtp":
-        spec, tensors = native_mtp.read(checkpoint, stack)
-        tensors = _borrowing(tensors, ends, folder)
+        spec, tensors = native_mtp.read(checkpoint, layer_count)
+        tensors = _borrowing(tensors, embeddings, folder)
         return HeadWeights(replace(spec, own_output=OUTPUT in tensors), tensors)
     named = checkpoint.config.get("speculators_model_type", "eagle3")
     if named != "eagle3":
         raise UsageError(f"{folder} is a speculators model of the type {named!r}; eagle3 can be read")
-    return _eagle3(checkpoint, kind == "speculators", ends, stack)
+    return _eagle3(checkpoint, kind == "speculators", embeddings, layer_count)
 
 
-def _eagle3(checkpoint: HeadFolder, speculators: bool, ends: Embeddings, stack: int) -> HeadWeights:
+def _eagle3(checkpoint: HeadFolder, speculators: bool, embeddings: Embeddings, layer_count: int) -> HeadWeights:
     config, folder = checkpoint.config, checkpoint.folder
     given = {_renamed(name): tensor for name, tensor in checkpoint.read(checkpoint.places).items()}
     layer = config.get("transformer_layer_config", {}) if speculators else config
-    _check(layer, config, ends, folder)
-    ids = _ids(given, ends.vocab, folder)
+    _check(layer, config, embeddings, folder)
+    ids = _ids(given, embeddings.vocab, folder)
     named = {_ours(name): tensor for name, tensor in given.items() if not ASIDE.fullmatch(name)}
-    tensors = _borrowing(named, ends, folder)
+    tensors = _borrowing(named, embeddings, folder)
     if "model.fc.weight" not in tensors:
         raise OutpaceError(f"the head in {folder} lacks the tensor fc.weight")
     normed = {name for name in tensors if name.startswith(("model.fc_norm.", "model.input_norm."))}
@@ -89,12 +89,13 @@ def _eagle3(checkpoint: HeadFolder, speculators: bool, ends: Embeddings, stack: 
         raise OutpaceError(f"the head in {folder} has norms before fc that its config does not name, or the reverse")
     if ids is not None:
         tensors["ids"] = ids
+    state_count = tensors["model.fc.weight"].shape[1] // embeddings.hidden
     spec = HeadSpec(
-        "eagle3", _taps(config, speculators, stack, tensors["model.fc.weight"].shape[1] // ends.hidden, folder),
+        "eagle3", _taps(config, speculators, layer_count, state_count, folder),
         steps=_steps(config), draft_vocab=0 if ids is None else len(ids), own_output=OUTPUT in tensors,
         normed=_flag(config, "norm_output"), residual_norm=_flag(config, "norm_before_residual"),
         entry_norm="none" if not normed else "joined" if any("input_norm" in name for name in normed) else "each",
-        feedforward=layer.get("intermediate_size", 0), shape=_shape(layer, tensors, ends, folder),
+        feedforward=layer.get("intermediate_size", 0), shape=_shape(layer, tensors, embeddings, folder),
         parts="qwen3" if any("q_norm" in name for name in tensors) else "llama",
     )  # fmt: skip
     return HeadWeights(spec, tensors)
@@ -114,13 +115,13 @@ def _flag(config: dict[str, Any], name: str) -> bool:
     return bool(config.get(name) or (config.get("eagle_config") or {}).get(name))
 
 
-def _check(layer: dict[str, Any], config: dict[str, Any], ends: Embeddings, folder: Path) -> None:
+def _check(layer: dict[str, Any], config: dict[str, Any], embeddings: Embeddings, folder: Path) -> None:
     """What a head can have that ours cannot."""
-    width = config.get("target_hidden_size") or layer.get("hidden_size", ends.hidden)
-    if layer.get("hidden_size", ends.hidden) != ends.hidden or width != ends.hidden:
+    width = config.get("target_hidden_size") or layer.get("hidden_size", embeddings.hidden)
+    if layer.get("hidden_size", embeddings.hidden) != embeddings.hidden or width != embeddings.hidden:
         raise UsageError(
             f"the head in {folder} is {layer.get('hidden_size')} wide, for a target of {width}; "
-            f"this one has {ends.hidden}"
+            f"this one has {embeddings.hidden}"
         )
     if layer.get("num_hidden_layers", 1) != 1:
         raise UsageError(f"the head in {folder} has {layer['num_hidden_layers']} layers; those of one can be read")
@@ -145,15 +146,15 @@ def _ids(given: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:
     return None if len(ids) == vocab and bool((ids == torch.arange(vocab)).all()) else ids
 
 
-def _borrowing(given: dict[str, Tensor], ends: Embeddings, folder: Path) -> dict[str, Tensor]:
+def _borrowing(given: dict[str, Tensor], embeddings: Embeddings, folder: Path) -> dict[str, Tensor]:
     """Without copies of the target's matrices; embeddings of its own a head cannot have."""
     embed = given.pop(EMBED, None)
-    if embed is not None and not _copy_of(embed, ends.embed):
+    if embed is not None and not _copy_of(embed, embeddings.embed):
         raise UsageError(
             f"the head in {folder} has embeddings that are not those of this target: it is for another model, or they "
             "were trained with it, which cannot be served"
         )
-    if OUTPUT in given and _copy_of(given[OUTPUT], ends.unembed):
+    if OUTPUT in given and _copy_of(given[OUTPUT], embeddings.unembed):
         given.pop(OUTPUT)
     return given
 
@@ -162,21 +163,22 @@ def _copy_of(theirs: Tensor, ours: Tensor) -> bool:
     return theirs.shape == ours.shape and apart(theirs.to(ours.device), ours) <= SAME
 
 
-def _taps(config: dict[str, Any], speculators: bool, stack: int, count: int, folder: Path) -> tuple[int, ...]:
+def _taps(config: dict[str, Any], speculators: bool, layer_count: int, count: int, folder: Path) -> tuple[int, ...]:
     """States of the target, as Transformers numbers them: i is what enters layer i.
 
     vLLM and speculators number them so too. SpecForge and SGLang number layers by what leaves them, and are known by
     their first id, 1: what leaves layer 1 enters layer 2, and no other head reads what enters layer 1.
     """
     named = config.get(LAYER_IDS) or (config.get("eagle_config") or {}).get(LAYER_IDS)
-    taps = tuple(named or (2, stack // 2, stack - 3))
+    taps = tuple(named or (2, layer_count // 2, layer_count - 3))
     if named and not speculators and taps[0] == 1:
         taps = tuple(tap + 1 for tap in taps)
-    if stack in taps:
+    if layer_count in taps:
         raise UsageError(f"the head in {folder} reads the last layer before the final norm, which is not recorded")
-    if len(taps) != count or any(not 0 <= tap < stack for tap in taps):
+    if len(taps) != count or any(not 0 <= tap < layer_count for tap in taps):
         raise UsageError(
-            f"the head in {folder} reads {count} states of its target, {list(taps)}, and this one has {stack} layers"
+            f"the head in {folder} reads {count} states of its target, {list(taps)}, "
+            f"and this one has {layer_count} layers"
         )
     return taps
 
@@ -186,10 +188,10 @@ def _steps(config: dict[str, Any]) -> int:
     return int(methods[0].get("speculative_tokens") or HeadSpec("", ()).steps)
 
 
-def _shape(layer: dict[str, Any], tensors: dict[str, Tensor], ends: Embeddings, folder: Path) -> dict[str, Any]:
+def _shape(layer: dict[str, Any], tensors: dict[str, Tensor], embeddings: Embeddings, folder: Path) -> dict[str, Any]:
     """Settings of the layer, after Transformers has put old names in order."""
     names = {*COPIED, "rope_theta", "rope_scaling", "max_position_embeddings"}
-    read = LlamaConfig(**{n: layer[n] for n in names if layer.get(n) is not None}, hidden_size=ends.hidden)
+    read = LlamaConfig(**{n: layer[n] for n in names if layer.get(n) is not None}, hidden_size=embeddings.hidden)
     rope = read.rope_parameters
     if rope.get("rope_type", "default") not in ROPES:
         raise UsageError(f"the head in {folder} turns its keys by {rope['rope_type']}; {', '.join(ROPES)} can be read")

@@ -26,7 +26,7 @@ class Medusa(ParallelDrafter):
         self.ranks = parallel_trees.parse(str(self.template))
 
     @property
-    def shape(self) -> Budget:  # type: ignore[override]
+    def limit(self) -> Budget:  # type: ignore[override]
         if not self.ranks:
-            return super().shape
+            return super().limit
         return Budget(max(map(len, self.ranks)), len(self.ranks), 1 + max(map(max, self.ranks)))

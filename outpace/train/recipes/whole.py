@@ -97,17 +97,17 @@ class LayerSkipRecipe(TrainedModel):
     def __init__(self, settings: TrainingSettings, model: Model, records: Seq[TextRecord]):
         super().__init__(settings, model, module_of(model.lm))
         self.exits = exits.Exits(self.fit)
-        self.stack = len(self.exits.layers)
+        self.layer_count = len(self.exits.layers)
         self.method = registry.method("layerskip", **settings.option)
-        self.exit = settings.option.get("exit") or max(1, self.stack // 4)
-        if not isinstance(self.exit, int) or self.exit >= self.stack or settings.option.get("skip"):
-            raise UsageError(f"layerskip is trained for one exit, a number of layers below {self.stack}")
+        self.exit = settings.option.get("exit") or max(1, self.layer_count // 4)
+        if not isinstance(self.exit, int) or self.exit >= self.layer_count or settings.option.get("skip"):
+            raise UsageError(f"layerskip is trained for one exit, a number of layers below {self.layer_count}")
 
     def loss(self, batch: Batch, step: int, total: int) -> LossResult:
         rows, at, target = self.wanted(batch)
         ramp = exits.ramped(step, total) if self.settings.ramp else 1.0
-        probs = exits.probs(self.stack, self.settings.dropout, ramp)
-        dropped = torch.rand(self.stack, len(batch.tokens)) < probs[:, None]  # [layers, batch]
+        probs = exits.probs(self.layer_count, self.settings.dropout, ramp)
+        dropped = torch.rand(self.layer_count, len(batch.tokens)) < probs[:, None]  # [layers, batch]
         loss, said = torch.zeros((), device=target.device), dict[int, Tensor]()
         with self.computing:
             left = self.exits.run(batch.tokens, dropped.to(target.device))
@@ -117,7 +117,7 @@ class LayerSkipRecipe(TrainedModel):
             with torch.no_grad():
                 guess = said.get(self.exit - 1)
                 guess = self.exits.logits(left[self.exit - 1][rows, at]) if guess is None else guess
-                agreed = alpha(guess, said[self.stack - 1]).mean()
+                agreed = alpha(guess, said[self.layer_count - 1]).mean()
         return LossResult(loss, agreed[None])
 
     def weights(self, step: int, total: int) -> dict[int, float]:
@@ -126,13 +126,13 @@ class LayerSkipRecipe(TrainedModel):
         if given.curriculum == "single":
             return {
                 self.exit - 1: given.exit_scale / (1 + given.exit_scale),
-                self.stack - 1: 1 / (1 + given.exit_scale),
+                self.layer_count - 1: 1 / (1 + given.exit_scale),
             }
         if given.curriculum == "rotational":
-            active = exits.rotational(step, self.stack, given.rotation)
+            active = exits.rotational(step, self.layer_count, given.rotation)
         else:
-            active = exits.gradual(step, self.stack, total)
-        return exits.weights(active, self.stack, given.exit_scale)
+            active = exits.gradual(step, self.layer_count, total)
+        return exits.weights(active, self.layer_count, given.exit_scale)
 
     def serve(self) -> ServedModel:
         self.served.clear_cache()  # what rows hold was computed with other weights

@@ -1,4 +1,4 @@
-"""Shaped: drafters whose trees are as large as their options say."""
+"""Drafters whose trees are as large as their options say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from outpace.core.tree import Budget
 from outpace.errors import UsageError
 
 
-class Shaped(Drafter):
+class SizedDrafter(Drafter):
     """A drafter whose trees are as large as its options say; a subclass brings them."""
 
     depth: int
@@ -21,5 +21,5 @@ class Shaped(Drafter):
             raise UsageError(f"{name} needs depth >= 0, nodes >= 0 and width >= 1, whole numbers, got {got}")
 
     @property
-    def shape(self) -> Budget:  # type: ignore[override]
+    def limit(self) -> Budget:  # type: ignore[override]
         return Budget(self.depth, self.nodes or self.depth * self.width, self.width)

@@ -157,10 +157,10 @@ samplings = st.builds(
 @settings(steady, max_examples=300)
 def test_filters_are_those_of_transformers(seed: int, ties: bool, sampling: Sampling) -> None:
     logits = random_logits(seed, ties=ties)
-    shaped = Sampler(sampling).shape(logits, [0])
+    processed = Sampler(sampling).process(logits, [0])
     wanted = _warpers(sampling)(torch.tensor([[0]]), logits[None])[0]
-    assert torch.equal(shaped > -torch.inf, wanted > -torch.inf)
-    torch.testing.assert_close(shaped, wanted, rtol=0, atol=0)
+    assert torch.equal(processed > -torch.inf, wanted > -torch.inf)
+    torch.testing.assert_close(processed, wanted, rtol=0, atol=0)
 
 
 def _warpers(s: Sampling) -> LogitsProcessorList:
@@ -192,9 +192,9 @@ def test_filters_in_low_precision_work_in_float32(dtype: torch.dtype) -> None:
     settings = Sampling(0.8, top_k=200, top_p=0.9)
     for seed in range(20):
         logits = random_logits(seed, 1000).to(dtype)
-        shaped = Sampler(settings).shape(logits, [0])
-        assert shaped.dtype == torch.float32
-        assert torch.equal(shaped, _warpers(settings)(torch.tensor([[0]]), logits.float()[None])[0])
+        processed = Sampler(settings).process(logits, [0])
+        assert processed.dtype == torch.float32
+        assert torch.equal(processed, _warpers(settings)(torch.tensor([[0]]), logits.float()[None])[0])
 
 
 @given(seed=seeds, which=st.sampled_from(["top_k", "top_p", "min_p", "typical_p"]))
@@ -203,7 +203,7 @@ def test_strictest_filters_leave_a_token(seed: int, which: str) -> None:
     tight = {"top_k": 1, "top_p": 1e-9, "min_p": 1.0, "typical_p": 1e-9}[which]
     sampler = Sampler(replace(Sampling(1.0), **{which: tight}))
     logits = random_logits(seed)
-    assert (sampler.shape(logits, [0]) > -torch.inf).sum() == 1
+    assert (sampler.process(logits, [0]) > -torch.inf).sum() == 1
     if which != "typical_p":
         assert sampler.choose(logits, [0]) == logits.argmax()
 
@@ -383,20 +383,20 @@ def test_choices_at_successive_positions_are_independent() -> None:
     assert fits(counts, {(a, b): single[a] * single[b] for a in range(4) for b in range(4)})
 
 
-def ranked(sampler: Sampler, shaped: Tensor, position: int, salt: int = 0) -> list[int]:
+def ranked(sampler: Sampler, processed: Tensor, position: int, salt: int = 0) -> list[int]:
     """All possible tokens, best first after noise."""
-    noised = sampler.noised(shaped, position, salt)
-    assert torch.equal(noised == -torch.inf, shaped == -torch.inf)
-    return noised.argsort(descending=True)[: int((shaped > -torch.inf).sum())].tolist()
+    noised = sampler.noised(processed, position, salt)
+    assert torch.equal(noised == -torch.inf, processed == -torch.inf)
+    return noised.argsort(descending=True)[: int((processed > -torch.inf).sum())].tolist()
 
 
 def test_noised_order_is_a_draw_without_replacement() -> None:
     probs = [0.45, 0.3, 0.15, 0.1, 0.0]
-    shaped = torch.tensor(probs).log()
+    processed = torch.tensor(probs).log()
     distribution = {(a, b): probs[a] * probs[b] / (1 - probs[a]) for a in range(4) for b in range(4) if a != b}
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(4000):
-        order = ranked(Sampler(Sampling(1.0, seed=seed)), shaped, 2)
+        order = ranked(Sampler(Sampling(1.0, seed=seed)), processed, 2)
         counts[order[0], order[1]] += 1
         assert sorted(order) == [0, 1, 2, 3]
     assert fits(counts, distribution)
@@ -405,10 +405,10 @@ def test_noised_order_is_a_draw_without_replacement() -> None:
 def test_noise_stays_with_its_token_when_others_are_filtered() -> None:
     logits, all_of_them = random_logits(0, 50), Sampler(Sampling(1.0, seed=4))
     few = Sampler(Sampling(1.0, top_k=7, seed=4))
-    shaped = few.shape(logits, [0])
-    left = torch.nonzero(shaped > -torch.inf).flatten()
+    processed = few.process(logits, [0])
+    left = torch.nonzero(processed > -torch.inf).flatten()
     assert left.numel() == 7
-    assert torch.equal(few.noised(shaped, 1)[left], all_of_them.noised(logits, 1)[left])
+    assert torch.equal(few.noised(processed, 1)[left], all_of_them.noised(logits, 1)[left])
 
 
 def test_order_begins_with_the_choice_and_salt_changes_it() -> None:
@@ -416,10 +416,10 @@ def test_order_begins_with_the_choice_and_salt_changes_it() -> None:
     same = 0
     for seed in range(50):
         sampler = Sampler(Sampling(0.9, top_p=0.95, seed=seed))
-        shaped = sampler.shape(logits, [1, 2])
-        order = ranked(sampler, shaped, 2)
+        processed = sampler.process(logits, [1, 2])
+        order = ranked(sampler, processed, 2)
         assert order[0] == sampler.choose(logits, [1, 2])
-        same += order[0] == ranked(sampler, shaped, 2, salt=1)[0]
+        same += order[0] == ranked(sampler, processed, 2, salt=1)[0]
     assert same < 10
 
 

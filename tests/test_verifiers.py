@@ -434,11 +434,11 @@ def drafted(sampler: Sampler, tokens: list[int], vocab: int, width: int) -> Tree
     for depth in (0, 1):
         for node in [n for n, d in enumerate(tree.depths) if d == depth]:
             prefix = [*tokens, *spell(tree, node)]
-            shaped = sampler.shape(logits_of(99, prefix, vocab), prefix)
-            order = sampler.noised(shaped, len(prefix), salt=1 + node).argsort(descending=True)
-            tree.proposals[node] = shaped.softmax(-1)
+            processed = sampler.process(logits_of(99, prefix, vocab), prefix)
+            order = sampler.noised(processed, len(prefix), salt=1 + node).argsort(descending=True)
+            tree.proposals[node] = processed.softmax(-1)
             for token in order[:width].tolist():
-                if shaped[token] > -torch.inf:
+                if processed[token] > -torch.inf:
                     tree.add(node, token)
     return tree
 

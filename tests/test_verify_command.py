@@ -129,7 +129,7 @@ class Biased(residual.Residual):
 class Leaky(Drafter):
     """Writes its guess into the sequence of the request."""
 
-    shape = Budget(2, 2)
+    limit = Budget(2, 2)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         if len(seq.generated) == 7:
@@ -141,7 +141,7 @@ class Leaky(Drafter):
 class Neighbour(Drafter):
     """Its memory is not kept by request: it swaps rows of a batch that stand next to each other."""
 
-    shape = Budget(2, 2)
+    limit = Budget(2, 2)
 
     def propose_batch(self, seqs: Any, budgets: Any) -> list[Tree]:
         if len(seqs) > 1 and len(seqs[0].generated) == 5:

@@ -22,7 +22,7 @@ from outpace.models.compiled.runner import CompiledRunner
 from outpace.models.kernels import cpu
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick
-from tests.test_fast import DEVICES, PROMPTS, fast, shared
+from tests.test_compiled import DEVICES, PROMPTS, fast, shared
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
 GREEDY = Pick(0, 0.0)

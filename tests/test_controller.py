@@ -409,7 +409,7 @@ def test_without_costs_it_is_the_drafters_own_budget() -> None:
 def test_room_for_guesses_is_shared_in_a_batch() -> None:
     policy = Controller(costs=CPU)
     seq = sequence(Auto(), policy)
-    assert policy.budgets([seq], 1)[0].nodes == Auto().shape.nodes
+    assert policy.budgets([seq], 1)[0].nodes == Auto().limit.nodes
     assert policy.budgets([seq], 16)[0].nodes == 8
 
 
@@ -475,7 +475,7 @@ def test_unverified_guesses_teach(clock: Time) -> None:
     """At this price nothing is verified at first; that the guesses were right is learned all the same."""
 
     class Copies(Drafter):
-        shape = Budget(8, 8)
+        limit = Budget(8, 8)
 
         def propose(self, seq: Sequence, budget: Budget) -> Tree:
             return Tree.chain([seq.tokens[-1], *seq.tokens[-12:-4]])
@@ -599,7 +599,7 @@ class Counting(Drafter):
     def __init__(self) -> None:
         self.asked = self.learned = self.closed = 0
 
-    shape = Budget(4, 4)
+    limit = Budget(4, 4)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         self.asked += 1
@@ -614,7 +614,7 @@ class Counting(Drafter):
 
 def test_who_was_not_asked_does_not_learn() -> None:
     auto, part = Auto(), Counting()
-    auto._parts, auto._shapes = [part], [part.shape]
+    auto._parts, auto._limits = [part], [part.limit]
     seq, step = sequence(auto), Step(Tree([2]), [0], [5], [0])
     scores = Scores(Logits(torch.zeros(1, 64)))
     auto.propose(seq, WIDE)

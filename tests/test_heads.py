@@ -35,7 +35,7 @@ from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM
 from outpace.verify.distribution import sampled_distribution
 from outpace.verify.plan import Subject, VerifyPlan
-from tests.test_branch import paths
+from tests.test_draft_tree import paths
 from tests.tiny_models import GROUPED, build
 
 KINDS = ["eagle3", "mtp", "medusa", "block"]
@@ -162,7 +162,7 @@ def test_a_template_is_the_same_in_every_tree() -> None:
     assert len(parallel_trees.grow(seq, logits, Budget(2, 9, 2), ranks)) == 5  # nothing deeper, no third child
     assert len(parallel_trees.grow(seq, logits, Budget(3, 2, 3), ranks)) == 3
     drafter = registry.method("medusa", template="0+1+0-0+0-2")
-    assert drafter.shape == Budget(2, 4, 3)
+    assert drafter.limit == Budget(2, 4, 3)
 
 
 def test_a_template_from_how_often_ranks_were_right() -> None:
