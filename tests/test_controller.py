@@ -399,7 +399,7 @@ def test_what_was_drawn_from_a_distribution_is_not_dropped() -> None:
 def test_without_costs_it_is_the_drafters_own_budget() -> None:
     policy = Controller()
     seq = sequence(policy=policy)
-    assert policy.budget(seq) == Suffix().shape
+    assert policy.budget(seq) == Suffix().limit
     tree = chain(0.1, 0.1, 0.1)
     assert policy.select([seq], [tree], [Budget(2, 9)], 1)[0].tokens == [2, 10, 11]
     with pytest.raises(UsageError, match="margin"):

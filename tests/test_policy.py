@@ -58,10 +58,10 @@ def judged(tree: Tree, accepted: int) -> Step:
 # Budgets
 
 
-def test_fixed_is_the_drafters_own_shape_unless_told() -> None:
+def test_fixed_is_the_drafters_own_limit_unless_told() -> None:
     assert type(registry.policy("fixed")) is Policy
-    assert Policy().budget(sequence()) == Chains.shape
-    assert Policy().budget(sequence(Trees())) == Trees.shape
+    assert Policy().budget(sequence()) == Chains.limit
+    assert Policy().budget(sequence(Trees())) == Trees.limit
     assert Policy(depth=3).budget(sequence()) == Budget(3, 6, 1)
     assert Policy(depth=9).budget(sequence()) == Budget(9, 9, 1)  # a deeper chain has more nodes
     assert Policy(depth=9).budget(sequence(Trees())) == Budget(9, 12, 3)
