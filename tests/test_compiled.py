@@ -12,7 +12,6 @@ import outpace
 from outpace import registry
 from outpace.api.request import Request
 from outpace.core.engine import Engine
-from outpace.core.lm import RunAhead
 from outpace.core.tree import Tree
 from outpace.heads import store
 from outpace.heads.parallel import Text
@@ -21,6 +20,8 @@ from outpace.models.compiled.bf16_copies import linear
 from outpace.models.compiled.cpu import CpuRunner
 from outpace.models.compiled.cuda_graph import GraphRunner
 from outpace.models.compiled.layers import shortened
+from outpace.models.compiled.run_ahead import PassAhead
+from outpace.models.compiled.runner import CompiledRunner
 from outpace.models.hf.eager import EagerRunner
 from outpace.models.hf.int8 import Int8Linear, quantize
 from outpace.models.hf.lm import TransformersLM
@@ -62,7 +63,7 @@ def test_every_method_gives_the_tokens_of_eager_plain_decoding(kind: str, device
             assert [r.tokens for r in together] == plain
         assert quick.generate(PROMPTS[0], method="recycling", max_tokens=24, **settings).tokens == plain[0]
     if device == "cpu" or kind != "mixtral":
-        assert isinstance(quick.lm.runner, CpuRunner) and quick.lm.runner.most_tokens  # nothing made it give up
+        assert isinstance(quick.lm.runner, CompiledRunner) and quick.lm.runner.most_tokens  # nothing made it give up
         assert quick.lm.runner.stages._known
         assert kind != "llama" or not quick.lm.eager.stages._known  # windows end within some trees of the others
 
@@ -190,8 +191,8 @@ def test_a_device_that_is_behind_is_told_what_was_meant() -> None:
 def test_plain_decoding_begins_its_passes_ahead(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     quick, slow = fast("llama", "cuda"), outpace.wrap(tiny_models.MODELS["llama"]().to("cuda", torch.float32))
     taken = []
-    take = RunAhead.take
-    monkeypatch.setattr(RunAhead, "take", lambda *given: taken.append(take(*given)) or taken[-1])
+    take = PassAhead.take
+    monkeypatch.setattr(PassAhead, "take", lambda *given: taken.append(take(*given)) or taken[-1])
     settings = [{"method": "plain", "max_tokens": 9 + 17 * i, "seed": i, **sampling} for i in range(9)]
     for again in range(2):
         texts = []

@@ -27,7 +27,10 @@ from outpace.sampling.sampler import Pick, Sampler
 from tests import tiny_models
 from tests.callers import Way, check, generate_inside_a_stream, streams_in_turn
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(not cpu.available(), reason="no C++ compiler"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on tensors of a CPU only where there is no GPU"),
+]
 PROMPTS = [[5, 9, 2, 7] * 4, [1, 2, 3], list(range(20, 60)), [8], [4, 4, 4]]
 
 
