@@ -351,7 +351,7 @@ def test_exits_take_turns() -> None:
 def test_a_single_exit_is_trained_beside_the_last_layer(toy: Model, folder: Path) -> None:
     given = dict(curriculum="single", exit_scale=3.0, option={"exit": 2})
     recipe = LayerSkipRecipe(run_settings("layerskip", folder, **given), toy, [])
-    assert recipe.weights(5, 10) == {1: 0.75, recipe.stack - 1: 0.25}
+    assert recipe.weights(5, 10) == {1: 0.75, recipe.layer_count - 1: 0.25}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])

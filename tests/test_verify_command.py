@@ -240,12 +240,12 @@ def test_a_sampler_that_ignores_top_p(method: str, toy: Model, monkeypatch: pyte
 
 
 def test_a_sampler_that_ignores_the_temperature(toy: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Sampler.shape
+    right = Sampler.process
 
     def cold(self: Sampler, logits: Tensor, prefix: list[int]) -> Tensor:
         return right(self, logits * 1.5 if not self.greedy else logits, prefix)
 
-    monkeypatch.setattr(Sampler, "shape", cold)
+    monkeypatch.setattr(Sampler, "process", cold)
     caught(toy, {"method": "suffix"}, "sampled distribution", **MANY)
 
 
