@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from outpace.errors import RequestFailed, UsageError
+from outpace.sampling import native
 from outpace.sampling.noise import WORD, gumbel, keys, mix, uniform, words, words_of
 from outpace.sampling.processors import (
     Banned,
@@ -460,3 +461,96 @@ def test_sampling_says_what_is_out_of_range(name: str, values: list[float]) -> N
     for value in values:
         with pytest.raises(UsageError, match=f"{name}={value} is out of range"):
             replace(Sampling(), **{name: value})
+
+
+# Compiled code
+
+
+compiled_here = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
+
+
+def reference(sampler: Sampler, logits: Tensor, position: int) -> int:
+    """The choice by sorting, and by the noise of all tokens."""
+    return int(sampler.noised(sampler.process(logits, [0] * position), position).argmax())
+
+
+def rows(seed: int, vocab: int, scale: float, step: float) -> Tensor:
+    """Logits in float32, some of them -inf; with a `step`, many are equal."""
+    logits = scale * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
+    logits = (logits / step).round() * step if step else logits
+    return logits.masked_fill(torch.arange(vocab) % 7 == seed % 13, -torch.inf)
+
+
+filters = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.1, 0.8, 1.0, 1.7]),
+        "top_k": st.sampled_from([0, 0, 1, 2, 40, 5000]),
+        "top_p": st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.001, 0.3, 1.0]),
+        "typical_p": st.sampled_from([1.0, 1.0, 0.95, 0.2]),
+    }
+)
+
+
+@compiled_here
+@given(
+    given_filters=filters,
+    seed=seeds,
+    vocab=st.sampled_from([2, 15, 16, 17, 1023, 1025, 4099]),
+    scale=st.sampled_from([0.0, 0.1, 1.0, 4.0, 30.0]),
+    step=st.sampled_from([0.0, 0.0, 0.25]),
+)
+@settings(derandomize=True, deadline=None, max_examples=400)
+def test_compiled_choices_are_the_samplers(
+    given_filters: dict[str, Any], seed: int, vocab: int, scale: float, step: float
+) -> None:
+    sampler = Sampler(Sampling(seed=seed, **given_filters))
+    logits = rows(seed, vocab, scale, step)
+    for position in (1, 2, 77):
+        found = native.choose(logits, sampler.sampling, sampler.seed, position)
+        assert found in (None, reference(sampler, logits, position))
+        assert sampler.choose(logits, [0] * position) == reference(sampler, logits, position)
+
+
+@compiled_here
+@pytest.mark.parametrize(
+    "given_filters", [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.02}, {"typical_p": 0.9}, {"top_k": 40, "top_p": 0.9}]
+)
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_compiled_code_is_nearly_always_certain(given_filters: dict[str, Any], scale: float) -> None:
+    certain = 0
+    for seed in range(50):
+        sampler = Sampler(Sampling(seed=seed, temperature=0.8, **given_filters))
+        logits = scale * torch.randn(20_000, generator=torch.Generator().manual_seed(seed))
+        found = native.choose(logits, sampler.sampling, sampler.seed, 5)
+        assert found in (None, reference(sampler, logits, 5))
+        certain += found is not None
+    assert certain >= 47
+
+
+@compiled_here
+def test_what_compiled_code_cannot_read_is_chosen_by_the_sampler() -> None:
+    sampler, logits = Sampler(Sampling(temperature=0.8)), random_logits(3).float()
+    for other in (logits.double(), torch.stack([logits, logits], dim=1)[:, 0]):
+        assert native.choose(other, sampler.sampling, sampler.seed, 4) is None
+        assert sampler.choose(other, [0] * 4) == reference(sampler, logits, 4)
+
+
+def test_without_a_compiler_choices_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, logits = Sampler(Sampling(temperature=0.8, top_p=0.9)), rows(1, 500, 2.0, 0.0)
+    expected = [sampler.choose(logits, [0] * position) for position in range(1, 30)]
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert [sampler.choose(logits, [0] * position) for position in range(1, 30)] == expected
+
+
+@compiled_here
+@given(seed=seeds, vocab=st.sampled_from([8, 15, 16, 33, 5000]), k=st.integers(1, 8), step=st.sampled_from([0.0, 0.5]))
+@steady
+def test_compiled_top_k(seed: int, vocab: int, k: int, step: float) -> None:
+    logits = torch.stack([rows(seed + i, vocab, 3.0, step) for i in range(3)])
+    found = native.top_k(logits, k)
+    assert found is not None
+    assert logits.gather(1, found).equal(logits.topk(k).values)
+    if not step:
+        alive = logits.topk(k).values > -torch.inf
+        assert found[alive].equal(logits.topk(k).indices[alive])

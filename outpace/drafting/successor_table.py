@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.core.tree import Tree
+from outpace.sampling import native
 
 EMPTY = -1
 BLOCK = 256  # tokens
@@ -46,6 +47,9 @@ def likeliest(logits: Tensor, k: int) -> Tensor:  # [nodes, vocab] -> [nodes, k]
     nodes, vocab = logits.shape
     if logits.is_cuda or vocab < k * BLOCK:
         return logits.topk(k).indices
+    found = native.top_k(logits, k)
+    if found is not None:
+        return found
     if vocab % BLOCK:
         logits = torch.nn.functional.pad(logits, (0, -vocab % BLOCK), value=-torch.inf)
     blocks = logits.view(nodes, -1, BLOCK)

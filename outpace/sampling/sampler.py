@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import RequestFailed
+from outpace.sampling import native
 from outpace.sampling.noise import uniform
 from outpace.sampling.noise_rule import GUMBEL, RULES, GumbelRule, NoiseRule
 from outpace.sampling.settings import Sampling
@@ -66,6 +67,10 @@ class Sampler:
     def process(self, logits: Tensor, prefix: list[int]) -> Tensor:
         """Logits of the distribution of the token that follows `prefix`; -inf where it cannot be."""
         # [vocab] -> [vocab]
+        return self._filtered(self._processed(logits, prefix))
+
+    def _processed(self, logits: Tensor, prefix: list[int]) -> Tensor:  # [vocab] -> [vocab]
+        """Logits after the processors, before the temperature and the filters."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if not torch.isfinite(logits.max()):
             raise RequestFailed(f"the model gave non-finite logits at position {len(prefix)}")
@@ -76,7 +81,7 @@ class Sampler:
             raise RequestFailed(f"no token is allowed at position {len(prefix)}: the constraints exclude all of them")
         if not torch.isfinite(best):
             raise RequestFailed(f"a processor gave non-finite logits at position {len(prefix)}")
-        return self._filtered(logits)
+        return logits
 
     def process_batch(self, logits: Tensor, prefixes: Sequence[list[int]]) -> Tensor:
         """The same of several prefixes; at once, unless a processor has to see each."""  # [n, vocab] -> [n, vocab]
@@ -97,7 +102,20 @@ class Sampler:
 
     def choose(self, logits: Tensor, prefix: list[int]) -> int:
         """The token that follows `prefix`."""
-        return int(self.noised(self.process(logits, prefix), len(prefix)).argmax())
+        if self.processors:
+            logits = self._processed(logits, prefix)
+        found = self._chosen(logits, len(prefix))
+        if found is not None:
+            return found
+        processed = self._filtered(logits) if self.processors else self.process(logits, prefix)
+        return int(self.noised(processed, len(prefix)).argmax())
+
+    def _chosen(self, logits: Tensor, position: int) -> int | None:
+        """The same choice by compiled code, where that is certain of it."""
+        if self.greedy or self.rule != GUMBEL:
+            return None
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return native.choose(logits, self.sampling, self.seed, position)
 
     def noised(self, processed: Tensor, position: int, salt: int = 0) -> Tensor:
         """Scores whose largest is the draw at a position, in the order in which drafts rank them; greedy adds no noise.
@@ -157,7 +175,8 @@ class MinP:
     share: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _drop(x, x.softmax(-1) < self.share * x.softmax(-1).amax(-1, keepdim=True))
+        probs = x.double().softmax(-1)
+        return _drop(x, probs < self.share * probs.amax(-1, keepdim=True))
 
 
 @dataclass(frozen=True)
@@ -189,13 +208,13 @@ def _drop(logits: Tensor, out: Tensor) -> Tensor:
 
 def _top_p(logits: Tensor, mass: float) -> Tensor:
     ordered, index = torch.sort(logits)
-    out = ordered.softmax(-1).cumsum(-1) <= 1 - mass
+    out = ordered.double().softmax(-1).cumsum(-1) <= 1 - mass
     out[..., -1] = False
     return _drop(logits, torch.zeros_like(out).scatter(-1, index, out))
 
 
 def _typical_p(logits: Tensor, mass: float) -> Tensor:
-    logp = logits.log_softmax(-1)
+    logp = logits.double().log_softmax(-1)
     probs = logp.exp()
     distance = (-logp - torch.special.entr(probs).sum(-1, keepdim=True)).abs()
     ordered, index = torch.sort(distance)
