@@ -17,7 +17,7 @@ from outpace.api.model import Model
 from outpace.cli.common import app
 from outpace.core.tree import Tree
 from outpace.errors import CacheFull, HeadNotFound, OutpaceError, UnsupportedModel, UsageError
-from outpace.models.gguf import repack, tokenizer as reading
+from outpace.models.gguf import raw_logits, repack, tokenizer as reading
 from outpace.models.gguf.lm import SLOTS, UNREAD, FetchedLogits, LlamaLM
 from outpace.models.gguf.repack import faster
 from outpace.models.gguf.runtime import BATCH, BF16, FEW, BatchEntry, File, Runtime
@@ -189,11 +189,11 @@ def assert_same_bits(lm: LlamaLM, vocab: int) -> None:
     for parent, token in ((0, 77), (0, tokens[1]), (1, 78), (2, 79), (2, tokens[2])):
         tree.add(parent, token)
     scores = lm.score([tree, Tree([5])], [row, other])
-    assert torch.equal(scores[0].logits[[0, 2, 5]], torch.cat(alone[:3]))
+    assert torch.equal(scores[0].logits.all()[[0, 2, 5]], torch.cat(alone[:3]))
     lm.keep([[0, 2, 5], [0]], [row, other])
     chain = Tree.chain([*tokens[3:], 9])
     scores = lm.score([chain], [row])
-    assert torch.equal(scores[0].logits[:2], torch.cat(alone[3:]))
+    assert torch.equal(scores[0].logits.all()[:2], torch.cat(alone[3:]))
     lm.keep([[0]], [row])
     assert torch.equal(lm.score([Tree(tokens[4:])], [row])[0].logits.all(), alone[4])
 
@@ -369,3 +369,62 @@ def test_the_command_line_takes_a_file() -> None:
     assert run.exit_code == 0 and run.stdout.strip()
     wrong = CliRunner().invoke(app, ["generate", "--model", path, "--method", "eagle3", "Say hello."])
     assert wrong.exit_code and "eagle3 needs a model's layers" in wrong.output
+
+
+# Logits, read where llama.cpp keeps them
+
+READ_IN_PLACE = pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="logits are found on Linux only")
+
+
+def listed(runtime: Runtime, entry: int) -> torch.Tensor:
+    return torch.tensor(runtime._context.get_logits_ith(entry))
+
+
+@READ_IN_PLACE
+def test_logits_in_place_are_those_that_llama_cpp_hands_out(file: File) -> None:
+    """Of chains and trees, with entries between whose logits are not wanted, in one part and in several."""
+    runtime = Runtime(file, 2048)
+    passes = [
+        [BatchEntry(token, i, [0], i != 1) for i, token in enumerate([5, 6, 7, 8])],
+        [BatchEntry(9, 4, [0, 70], True), BatchEntry(10, 5, [0], True), BatchEntry(11, 5, [70], True)],
+        [BatchEntry(i % 900, 6 + i, [0], i % 3 == 0) for i in range(700)],
+        [BatchEntry(3, 6, [70], True)],
+    ]
+    for entries in passes:
+        runtime.decode(entries)
+        runtime.share(0, 70, 0, 4)
+        for i, entry in enumerate(entries):
+            if entry.wanted and i % 5 < 3:
+                assert torch.equal(runtime.logits(i), listed(runtime, i))
+                assert runtime.greedy(i) == int(listed(runtime, i).argmax())
+    assert runtime._raw._field and not runtime._raw._left
+    kept = runtime.logits(0)
+    before = kept.clone()
+    runtime.decode([BatchEntry(4, 7, [70], True)])
+    assert torch.equal(kept, before), "a row that was read stays as it was"
+
+
+@READ_IN_PLACE
+def test_logits_that_differ_in_place_are_read_as_lists(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(file, 256)
+    runtime.decode([BatchEntry(5, 0, [0], True)])
+    runtime.logits(0)
+    assert runtime._raw._field
+    monkeypatch.setattr(raw_logits, "_read", lambda *given: b"something else")
+    assert torch.equal(runtime.logits(0), listed(runtime, 0))
+    assert not runtime._raw._field
+    assert torch.equal(runtime.logits(0), listed(runtime, 0))
+
+
+@pytest.mark.parametrize("why", ["setting", "not found"])
+def test_without_logits_in_place_they_are_lists(file: File, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    if why == "setting":
+        monkeypatch.setenv("OUTPACE_RAW_LOGITS", "0")
+    else:
+        monkeypatch.setattr(raw_logits, "_read", lambda *given: b"")
+    runtime = Runtime(file, 256)
+    runtime.decode([BatchEntry(token, i, [0], True) for i, token in enumerate([5, 6])])
+    for i in (0, 1):
+        assert torch.equal(runtime.logits(i), listed(runtime, i))
+        assert runtime.greedy(i) == int(listed(runtime, i).argmax())
+    assert not runtime._raw._field

@@ -514,7 +514,8 @@ def test_compiled_choices_are_the_samplers(
 
 @compiled_here
 @pytest.mark.parametrize(
-    "given_filters", [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.02}, {"typical_p": 0.9}, {"top_k": 40, "top_p": 0.9}]
+    "given_filters",
+    [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.02}, {"typical_p": 0.9}, {"top_k": 40, "top_p": 0.9}],
 )
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_compiled_code_is_nearly_always_certain(given_filters: dict[str, Any], scale: float) -> None:

@@ -177,7 +177,7 @@ class LlamaLM(SlotLM):
         places = list(range(first, first + len(segment.layout) - segment.since))
         logits, pick = FetchedLogits(self.runtime, places), segment.pick
         if pick is None or pick.temperature or pick.filters:
-            return SegmentOutput(logits.all(), {})
+            return SegmentOutput(logits, {})
         # The largest logit would have to be fetched, so one that is not finite goes unnoticed here.
         picked = Picked(LazyPicks(self.runtime, places), [0.0] * len(places), [1.0] * len(places))
         return SegmentOutput(logits, {}, picked)

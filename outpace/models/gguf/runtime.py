@@ -9,7 +9,6 @@ order, in another way for four and more, which then come in several calls (docs/
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import OutpaceError, UnsupportedModel
+from outpace.models.gguf.raw_logits import RawLogits
 
 BATCH, PART = 2048, 512  # most tokens of a pass, and of what llama.cpp computes of it at a time
 FEW = 3  # tokens of a call that reordered weights are multiplied with one by one
@@ -166,6 +166,8 @@ class Runtime:
         self._greedy = library.LlamaSampler()
         self._greedy.add_greedy()
         self.cells, self.passes, self._paired, self._together = cells, 0, file.paired, together or file.together
+        self._raw = RawLogits(self._context, file.vocab)
+        self._rows: dict[int, int] = {}  # by entry of the last call: its place among those whose logits were wanted
         self._first = 0  # entry of the last call
         self._said: dict[int, EntryOutput] = {}  # by those before it
 
@@ -185,6 +187,8 @@ class Runtime:
 
     def _call(self, entries: Seq[BatchEntry]) -> None:
         self._batch.clear()
+        wanted = [i for i, entry in enumerate(entries) if entry.wanted]
+        self._rows = {entry: row for row, entry in enumerate(wanted)}
         for entry in entries:
             self._batch.add(*entry)
         if self._paired and (len(entries) == 1 or sum(entry.wanted for entry in entries) == 1):
@@ -203,10 +207,11 @@ class Runtime:
         return self._said[index].likeliest if index < self._first else self._likeliest(index - self._first)
 
     def _logits(self, index: int) -> Tensor:  # [vocab]
-        return torch.frombuffer(array("f", self._context.get_logits_ith(index)), dtype=torch.float32)
+        return self._raw.row(index, self._rows[index])
 
     def _likeliest(self, index: int) -> int:
-        return self._greedy.sample(self._context, index)
+        found = self._raw.likeliest(index, self._rows[index])
+        return self._greedy.sample(self._context, index) if found is None else found
 
     def share(self, source: int, target: int, first: int, end: int) -> None:
         """Make the tokens of a sequence at these positions part of another one, too."""
