@@ -72,13 +72,10 @@ class Tree(Layout):
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
-    proposals: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # node -> distribution its children were drawn from, [vocab]
+    # node -> distribution its children were sampled from, [vocab]
+    proposals: dict[int, Tensor] = field(default_factory=dict)
     sources: dict[int, str] = field(default_factory=dict)  # node -> its source, if the drafter has several
-    probs: dict[int, float] = field(
-        default_factory=dict
-    )  # node -> the drafter's estimate of P(accepted | parent accepted)
+    probs: dict[int, float] = field(default_factory=dict)  # node -> estimated P(accepted | parent accepted)
     trusted: set[int] = field(default_factory=set)  # nodes that the verifier `tiered` accepts without the target
     decision: Decision | None = field(default=None, compare=False)
 
