@@ -169,7 +169,7 @@ class Controller(Policy):
 
     @property
     def _call_time(self) -> float:
-        """Seconds to call the drafters of all requests, without draft models."""
+        # Seconds to call the drafters of all requests, without draft models.
         return self._batch_size * self._meter.asking.get(0.0)
 
     def _level(self, price: Callable[[int], float]) -> float:
