@@ -45,7 +45,7 @@ class ToyLM(CachelessLM):
     def run(
         self, tokens: list[int], positions: Seq[int] = (), mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits and hidden states of every position; positions and mask default to those of plain text."""
+        """Logits and hidden states of every position; the default positions and mask are of plain text."""
         n = len(tokens)  # [tokens, vocab], layers + 1 of [tokens, 16]
         places = torch.tensor(positions or range(n), dtype=torch.long)
         x = self.embed[tokens] + self.position[places % len(self.position)]

@@ -82,7 +82,7 @@ class Engine:
         self._late = [event for event in self._late if event.seq is not seq]
 
     def turn(self, deliver: Callable[[Event], object]) -> None:
-        """Run one pass over every running request, and deliver its events, or with overlap those of the last pass."""
+        """Run one pass over every running request, and deliver its events; with overlap, the previous events."""
         flight = self._begin()
         late, self._late = self._late, []
         for event in late:  # the pass is running on the device, so the host has time

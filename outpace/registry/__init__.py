@@ -68,7 +68,7 @@ NESTED = re.compile(r"\s*\w+\s*=\s*\w+:\w+=")
 
 
 def methods() -> dict[str, str]:
-    """Return method names and their "module:Class": first those of Outpace, then those of installed packages."""
+    """Return method names and their "module:Class", with the methods of installed packages last."""
     return METHODS | installed()
 
 

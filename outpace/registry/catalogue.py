@@ -52,7 +52,7 @@ class CatalogueEntry:
 
 
 @cache
-def _ours() -> dict[str, dict[str, CatalogueEntry]]:
+def _shipped() -> dict[str, dict[str, CatalogueEntry]]:
     found = json.loads(FILE.read_text(encoding="utf-8"))
     return {kind: {name: CatalogueEntry(**entry) for name, entry in entries.items()} for kind, entries in found.items()}
 
@@ -60,10 +60,12 @@ def _ours() -> dict[str, dict[str, CatalogueEntry]]:
 def entries(kind: str) -> dict[str, CatalogueEntry]:
     """Return all entries of a kind: "method", "policy" or "verifier". Only classes of other packages are imported."""
     plural = next(plural for plural, singular in KINDS.items() if singular == kind)
-    ours, places = _ours()[plural], registry.names(kind)
+    shipped, places = _shipped()[plural], registry.names(kind)
     added = registry.installed() if kind == "method" else {}
     return {
-        name: ours[name] if name in ours and name not in added else CatalogueEntry.describe(registry.find(name, kind))
+        name: shipped[name]
+        if name in shipped and name not in added
+        else CatalogueEntry.describe(registry.find(name, kind))
         for name in places
     }
 
