@@ -1,6 +1,6 @@
-"""Outpace: the open-weight models you already run, answering faster, with proof that the answer did not change.
+"""Outpace: speculative decoding for the open-weight models you already run, with proof that answers do not change.
 
-Names are imported when they are first used, so that `outpace --help` does not wait for torch.
+Names are imported on first use, so that `outpace --help` does not wait for torch.
 """
 
 from importlib import import_module

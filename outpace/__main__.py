@@ -1,4 +1,4 @@
-"""`python -m outpace` is the command line."""
+"""Entry point of `python -m outpace`: the command line."""
 
 from outpace.cli import main
 

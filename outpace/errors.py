@@ -1,4 +1,4 @@
-"""Errors that a user can act on: each message names the cause and, where there is one, the fix."""
+"""Errors that a user can act on. Each message names the cause and, if there is one, the fix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class OutpaceError(Exception):
-    """Base of every error that Outpace raises on purpose."""
+    """Base class of every error that Outpace raises on purpose."""
 
 
 class UsageError(OutpaceError, ValueError):
@@ -15,19 +15,19 @@ class UsageError(OutpaceError, ValueError):
 
 
 class UnsupportedModel(OutpaceError):
-    """This model cannot be used here; the message names it and says why."""
+    """This model cannot be used here; the message names the model and the reason."""
 
 
 class HeadNotFound(UnsupportedModel, UsageError):
-    """No head can draft for this model, or none that was trained for it is there."""
+    """No head can draft for this model, or no head trained for it was found."""
 
 
 class RequestFailed(OutpaceError):
-    """One request could not go on; others in its batch are not touched."""
+    """One request could not continue; the others in its batch are not affected."""
 
 
 class CacheFull(RequestFailed):
-    """The key-value cache has no room for what this slot needs."""
+    """The KV cache has no room for the tokens of this slot."""
 
     def __init__(self, message: str, slot: int):
         super().__init__(message)
@@ -35,7 +35,7 @@ class CacheFull(RequestFailed):
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UsageError:
-    """The error for a name that does not exist, with the nearest one that does."""
+    """Build the error for an unknown name, with the closest known name as a hint."""
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -1,7 +1,7 @@
-"""A toy model and a byte tokenizer, for our tests and for those of plugins.
+"""A toy model and a byte tokenizer, for the tests of Outpace and of plugins.
 
-`ToyLM` has no cache: it computes every node from scratch. So it is slow, it cannot be wrong about what a node sees, and
-a draft that shares its weights in part agrees with it in part.
+`ToyLM` has no KV cache and computes every node from scratch. This is slow, but a node never attends to a wrong token. A
+draft model that shares some of its weights agrees with it on some tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VOCAB = 64
 
 
 class ToyLM(CachelessLM):
-    """Embeddings, attention layers and a head at random weights; one with fewer layers shares those it has by seed."""
+    """Embeddings, attention layers and a head with random weights; models with one seed share their first layers."""
 
     def __init__(self, layers: int = 2, seed: int = 0, vocab: int = VOCAB, max_length: int = 4096):
         super().__init__()
@@ -45,7 +45,7 @@ class ToyLM(CachelessLM):
     def run(
         self, tokens: list[int], positions: Seq[int] = (), mask: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits and hidden states of every position; a text unless positions and a mask say otherwise."""
+        """Logits and hidden states of every position; the default positions and mask are of plain text."""
         n = len(tokens)  # [tokens, vocab], layers + 1 of [tokens, 16]
         places = torch.tensor(positions or range(n), dtype=torch.long)
         x = self.embed[tokens] + self.position[places % len(self.position)]
@@ -76,7 +76,7 @@ class ToyLM(CachelessLM):
         return SegmentOutput(torch.stack(logits) if logits else None, hidden)
 
     def _forward_layout(self, segment: Segment, held: list[int]) -> SegmentOutput:
-        """A layout in which tokens may see what comes after them: the whole of it at once, by its mask."""
+        """Run a layout whose tokens may attend to later tokens: one pass over all of it, with its own mask."""
         layout = segment.layout
         assert layout is not None and not segment.since
         first, count = len(held), len(layout)
@@ -95,7 +95,7 @@ class ToyLM(CachelessLM):
 
 
 class ToyLayers:
-    """The layers of a toy, each of which can be left out."""
+    """The layers of a toy model, any of which can be skipped."""
 
     def __init__(self, lm: ToyLM):
         self.lm, self.count = lm, len(lm.qkvo)
@@ -122,7 +122,7 @@ class ToyLayers:
 
 
 class ToyStates:
-    """The hidden states of a toy."""
+    """The hidden states of a toy model."""
 
     def __init__(self, lm: ToyLM):
         self.lm = lm
@@ -141,7 +141,7 @@ class ToyStates:
 
 
 class ToyWeights:
-    """The weights of a toy."""
+    """The weights of a toy model."""
 
     def __init__(self, lm: ToyLM):
         self.lm, self.version = lm, 0
@@ -155,7 +155,7 @@ class ToyWeights:
 
 
 class ByteTokenizer:
-    """Text as UTF-8 bytes, with a stop token; has the methods of a Transformers tokenizer that Outpace calls."""
+    """A tokenizer of UTF-8 bytes and a stop token, with the Transformers tokenizer methods that Outpace calls."""
 
     eos_token_id = 256
     chat_template = None

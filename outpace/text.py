@@ -1,4 +1,4 @@
-"""Prompts to tokens, tokens to text as they come, and stop strings."""
+"""Text handling: prompts to token ids, incremental detokenization, and stop strings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outpace.errors import UsageError
 
 Message: TypeAlias = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt: TypeAlias = str | Seq[Message] | Seq[int]  # text, a chat, or token ids
-WINDOW = 8  # tokens that are spelled together: to begin anew with each would spell every token twice
+WINDOW = 8  # tokens decoded together; moving the window at every token would decode each token twice
 
 
 class Tokenizer(Protocol):
-    """The part of a Transformers tokenizer that Outpace uses."""
+    """The methods of a Transformers tokenizer that Outpace uses."""
 
     chat_template: Any
 
@@ -28,30 +28,30 @@ class Tokenizer(Protocol):
 
 
 def is_chat(prompt: Any) -> bool:
-    """True for a list of messages."""
+    """Return True for a list of messages."""
     return isinstance(prompt, Seq) and bool(prompt) and all(isinstance(p, Mapping) for p in prompt)
 
 
 def is_ids(prompt: Any) -> bool:
-    """True for a list of token ids."""
+    """Return True for a list of token ids."""
     return isinstance(prompt, Seq) and not isinstance(prompt, str) and all(isinstance(p, Integral) for p in prompt)
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab: int) -> list[int]:
-    """Token ids of a prompt of any kind."""
+    """Return the token ids of a prompt: text, a chat, or token ids."""
     if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
-            raise UsageError("this model has no tokenizer: pass token ids, or give wrap() a tokenizer")
+            raise UsageError("this model has no tokenizer: pass token ids, or pass a tokenizer to wrap()")
         tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else _encode_chat(prompt, tokenizer)
     elif is_ids(prompt):
         tokens = [int(token) for token in prompt]  # type: ignore[arg-type]
     else:
-        raise UsageError(f"a prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
+        raise UsageError(f"a prompt must be text, messages or a list of token ids, not {type(prompt).__name__}")
     if not tokens:
         raise UsageError("the prompt is empty: the model needs at least one token to start from")
     wrong = [token for token in tokens if not 0 <= token < vocab]
     if wrong:
-        raise UsageError(f"the prompt has token {wrong[0]}, and the vocabulary ends at {vocab - 1}")
+        raise UsageError(f"the prompt contains token {wrong[0]}, but the vocabulary ends at {vocab - 1}")
     return tokens
 
 
@@ -63,18 +63,18 @@ def _encode_chat(messages: Any, tokenizer: Any) -> list[int]:
 
 
 class Detokenizer:
-    """Token by token to text; bytes of an unfinished character wait."""
+    """Turn tokens into text one by one; the bytes of an incomplete character are held back."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
-        self.start = 0  # decoding begins here: early enough for tokens that depend on the one before
-        self.done = 0  # text of tokens before this one has been given out
-        self._last = 0  # where the last of those begin whose text was given out together
+        self.start = 0  # decoding starts here, early enough for tokens whose text depends on the previous one
+        self.done = 0  # the text of all tokens before this one has been returned
+        self._last = 0  # first of the tokens whose text was returned last
         self._given = ""  # text from `start` to `done`
 
     def push(self, token: int) -> str:
-        """The text that this token completes."""
+        """Add a token and return the text that it completes."""
         self.tokens.append(token)
         text = self._decode(self.start, len(self.tokens))
         if len(text) <= len(self._given) or text.endswith("\ufffd"):
@@ -86,7 +86,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What is left at the end, unfinished characters included."""
+        """Return the remaining text at the end, incomplete characters included."""
         text, given = self._decode(self.start, len(self.tokens)), self._given
         self.start = self.done = self._last = len(self.tokens)
         self._given = ""
@@ -98,14 +98,14 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class TextSpan:
-    """A piece of text and the generated token, by index, that completed it."""
+    """A piece of text and the index of the generated token that completed it."""
 
     text: str
     token: int
 
 
 class TextStream:
-    """The text of a sequence, cut exactly before a stop string; `take` never gives out what could become one."""
+    """The text of a sequence, cut just before a stop string; `take` holds back text that may become a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Seq[str] = (), min_tokens: int = 0):
         if any(not stop for stop in stops):
@@ -115,9 +115,9 @@ class TextStream:
         self.min_tokens = min_tokens
         self.text = ""
         self.stopped = False
-        self._checked = 0  # no stop string ends at or before this
+        self._checked = 0  # no stop string ends at or before this character
         self._taken = 0
-        self._ends: list[int] = []  # how much text there was after each token
+        self._ends: list[int] = []  # length of the text after each token
 
     def push(self, token: int) -> None:
         if not self.stopped:
@@ -125,12 +125,12 @@ class TextStream:
         self._ends.append(len(self.text))
 
     def texts(self, start: int, end: int) -> list[str]:
-        """The text that each of these tokens completed; bytes of a character count for the token that ends it."""
+        """Return the text that each of these tokens completed; a character belongs to the token of its last byte."""
         ends = [0, *self._ends]
         return [self.text[ends[i] : ends[i + 1]] for i in range(start, end)]
 
     def finish(self) -> None:
-        """No more tokens: what waited is text now."""
+        """End the stream: text that was held back becomes final."""
         if not self.stopped:
             self._extend(self.detokenizer.flush())
             self.stops = ()
@@ -149,11 +149,11 @@ class TextStream:
                 found.append((at + len(stop), at))
         self._checked = len(self.text)
         if found:
-            # The one that was complete first stops the text, as it would have token by token.
+            # The stop string that was completed first cuts the text, as it would when checked after every token.
             self.text, self.stopped = self.text[: min(found)[1]], True
 
     def take(self) -> list[TextSpan]:
-        """Text that is certain by now and was not taken before, by the token that completed it."""
+        """Return the final text not yet taken, split by the token that completed each part."""
         held = 0 if self.stopped else max((_overlap(self.text, stop) for stop in self.stops), default=0)
         start, end = self._taken, max(self._taken, len(self.text) - held)
         spans = []
@@ -167,13 +167,13 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def first_difference(a: Seq[Any], b: Seq[Any]) -> int | None:
-    """Where two texts, or lists of tokens, part; None if they are the same."""
+    """Return the first index at which two texts or token lists differ; None if they are equal."""
     if len(a) == len(b) and all(x == y for x, y in zip(a, b, strict=True)):
         return None
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

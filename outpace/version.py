@@ -1,3 +1,3 @@
-"""The version, on its own so that building the package imports nothing heavy."""
+"""The version of the package, in a file of its own so that building imports nothing heavy."""
 
 __version__ = "0.1.0"

@@ -233,7 +233,7 @@ def test_wrong_grammars(compiler: GrammarCompiler, source: dict[str, Any], messa
 
 
 def test_wrong_tokenizer(tokenizer: PreTrainedTokenizerFast, vocab: int) -> None:
-    with pytest.raises(UsageError, match="fast tokenizer, and object"):
+    with pytest.raises(UsageError, match="fast tokenizer, but object"):
         GrammarCompiler(object(), vocab).compile(regex="a", start=0)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="5000"):
         GrammarCompiler(tokenizer, vocab, stops=[5000]).compile(regex="a", start=0)

@@ -207,7 +207,7 @@ HEADER = {"type": "header", "format": "outpace-trace", "version": 1}
         ('{"prompt": "hello"}\n', "is not an Outpace trace"),
         ("hello\n", "line 1 is not JSON"),
         ("[1, 2]\n", "line 1 is not a JSON object"),
-        (json.dumps({**HEADER, "version": 2}) + "\n", "has version 2, and this Outpace reads up to 1: update it"),
+        (json.dumps({**HEADER, "version": 2}) + "\n", "has version 2, but this Outpace reads up to 1: update Outpace"),
         (json.dumps(HEADER) + '\n{"type": "request", "id": 0}\n', "line 2 is not of this format"),
         (json.dumps(HEADER) + '\n{"type": "pass", "request": 0}\n', "line 2 is not of this format"),
         (json.dumps(HEADER) + '\n{"id": 0}\n', "line 2 is not of this format"),

@@ -55,7 +55,7 @@ def test_a_tree_is_refused_exactly_when_it_is_not_one(made: tuple[list[int], lis
         tree = Tree(list(tokens), list(parents))
         assert (tree.tokens, tree.parents, len(tree)) == (tokens, parents, len(tokens))
     else:
-        with pytest.raises(ValueError, match=r"one parent per token|parents must come before|stands twice"):
+        with pytest.raises(ValueError, match=r"one parent per token|parents must come before|occurs twice"):
             Tree(list(tokens), list(parents))
 
 
@@ -66,7 +66,7 @@ def test_errors_say_what_is_wrong() -> None:
         Tree([1, 2], [0, 0])
     with pytest.raises(ValueError, match=r"got \[-1, 1\]"):
         Tree([1, 2], [-1, 1])
-    with pytest.raises(ValueError, match="token 7 stands twice under node 0"):
+    with pytest.raises(ValueError, match="token 7 occurs twice under node 0"):
         Tree([1, 7, 7], [-1, 0, 0])
     with pytest.raises(ValueError, match="parent -1"):
         Tree.chain([])

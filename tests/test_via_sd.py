@@ -248,12 +248,12 @@ def test_a_model_with_a_state_of_its_own_is_its_own_slim_verifier() -> None:
 def test_a_model_that_cannot_be_cut_is_refused(toy_draft: LM) -> None:
     whole = Model(ToyLM())
     whole.lm.layers = None
-    with pytest.raises(UnsupportedModel, match="cannot be run without some of its layers"):
+    with pytest.raises(UnsupportedModel, match="cannot run a subset of its layers"):
         whole.generate([1, 2, 3], method="via_sd", max_tokens=3)
     checks = list(
         answered(questions(VerifyPlan(whole, [[1, 2]], max_tokens=3), [Subject("via_sd", {"method": "via_sd"})])[-1:])
     )
-    assert checks[0].verdict == "skip" and "without some of its layers" in checks[0].summary
+    assert checks[0].verdict == "skip" and "a subset of its layers" in checks[0].summary
     drafter = registry.method("via_sd")
     Model(ToyLM()).generate([1, 2], method=drafter, max_tokens=2)
     with pytest.raises(UsageError, match="make one for each model"):

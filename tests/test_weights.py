@@ -180,7 +180,9 @@ def test_nobody_says_where_they_are(served: Path, monkeypatch: pytest.MonkeyPatc
             weights.fetch(NAME)
 
 
-@pytest.mark.parametrize(("given", "said"), [("http://a.b/weights", "plain http"), ("ftp://a.b", "ftp:// is not used")])
+@pytest.mark.parametrize(
+    ("given", "said"), [("http://a.b/weights", "plain http"), ("ftp://a.b", "ftp:// is not supported")]
+)
 def test_addresses_that_are_not_used(given: str, said: str, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(weights.SETTING, given)
     with pytest.raises(UsageError, match=said):

@@ -1,1 +1,1 @@
-"""The loop: draft, score in one pass, keep what the target chose; and the nouns that it speaks in."""
+"""The decoding loop (draft, score in one pass, keep what the target chose) and the interfaces it is built on."""

@@ -1,4 +1,4 @@
-"""Drafter: who guesses. A method is a subclass with dataclass fields for options and one function, `propose`."""
+"""Drafter: proposes draft tokens. A method is a subclass with dataclass fields as options and a `propose` method."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """Base of all methods: what most of them leave as it is. One object serves every sequence of a batch."""
+    """Base class of all methods, with the defaults that most keep. One object serves every sequence of a batch."""
 
     name: str = ""  # in the registry
-    lossless: bool = True  # of a class: with its default options
-    lossless_if: ClassVar[dict[str, object]] = {}  # options that make a lossy method lossless, if there are any
-    policy: str = "fixed"  # that it runs under unless told otherwise
-    verifier: str = "match"  # that judges its guesses unless told otherwise
+    lossless: bool = True  # on a class: with its default options
+    lossless_if: ClassVar[dict[str, object]] = {}  # options that make a lossy method lossless, if any exist
+    policy: str = "fixed"  # its default policy
+    verifier: str = "match"  # the default verifier of its draft tokens
     reads_logits: ClassVar[bool] = False  # whether it learns from all logits of every pass
-    model_source: str | None = None  # source of the nodes that cost a pass of a model per level; None: there are none
-    taps: tuple[int, ...] = ()  # hidden states of the target that it reads; known once a request was opened
-    limit: Budget = Budget(depth=4, nodes=4)  # the most it drafts when no policy says less
+    model_source: str | None = None  # source name of nodes that take a draft model pass per level; None: it has none
+    taps: tuple[int, ...] = ()  # hidden states of the target that it reads; known once a request is open
+    limit: Budget = Budget(depth=4, nodes=4)  # the largest draft, unless a policy sets a lower limit
 
     @classmethod
     def fits(cls, target: LM) -> bool:
-        """Whether it can draft for this model without being told anything: a trained head may not be there."""
+        """Return whether it can draft for this model with default options; a trained head may be missing."""
         return True
 
     def models(self) -> list[LM]:
-        """Models of its own that it runs, beside the target: one thread serves them all."""
+        """Return the models that it runs besides the target; one thread serves them all."""
         return []
 
     def open(self, seq: Sequence) -> None:
-        """A request was submitted: prepare for its `target`, or refuse it, before anything runs."""
+        """Prepare for a submitted request and its `target`, or refuse it, before anything runs."""
 
     def root(self, seq: Sequence) -> Layout:
-        """What is scored where nothing is drafted: the last token, whose key and value are not in the cache yet."""
+        """Return the layout without draft tokens: the last token, whose key and value are not in the cache yet."""
         return Tree([seq.tokens[-1]])
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
-        """A tree whose root is the last token of `seq`; no larger than `budget`."""
+        """Return a tree within `budget` whose root is the last token of `seq`."""
         raise NotImplementedError
 
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Any]:
-        """Layouts, nearly always trees, for several sequences; a model that drafts does this in shared passes."""
+        """Return layouts (nearly always trees) for several sequences; draft models batch their passes here."""
         return [self.propose(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         """Learn from a pass."""
 
     def close(self, seq: Sequence) -> None:
-        """The request ended; free what was held for it."""
+        """Free what was held for a request that has ended."""

@@ -1,12 +1,12 @@
-"""Engine: the loop. Draft a tree, let the target choose at every node in one pass, keep what it chose.
+"""Engine: the decoding loop. Draft a tree, score all its nodes in one pass of the target, keep what the target chose.
 
     tree = policy.select(drafter.propose(seq, policy.budget(seq)))
     scores = target.score(tree)
     step = verifier.verify(seq, tree, scores)
     target.keep(step.kept)
 
-It runs over a ragged batch: sequences of different lengths, methods and sampling settings, which join and leave at any
-step. Code of one request that raises an error ends that request, and no other.
+The batch is ragged: sequences differ in length, method and sampling settings, and join and leave at any step. If the
+code of one request raises an error, only that request ends.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from outpace.core.stats import timed
 from outpace.core.tree import Budget
 from outpace.errors import CacheFull, RequestFailed
 
-Work = Callable[[list[Sequence]], None]  # on a group of sequences
+Work = Callable[[list[Sequence]], None]  # runs on a group of sequences
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to one sequence: a pass, or, without one, a failure or a cancellation."""
+    """What happened to one sequence: a pass or, if `step` is None, a failure or a cancellation."""
 
     seq: Sequence
     step: Step | None = None
-    scores: Scores | None = None  # of the nodes of the step's layout; passes that overlap have none to show
+    scores: Scores | None = None  # of the nodes of the step's layout; None if passes overlap
     seconds: dict[str, float] = field(default_factory=dict)  # of the whole pass: prefill, draft, score, verify, keep
-    batch_size: int = 1  # requests that shared the pass
+    batch_size: int = 1  # requests in the pass
 
 
 class PassInFlight(NamedTuple):
-    """A pass on its way."""
+    """A pass that has been launched but not read."""
 
     layouts: dict[int, Layout]  # by sequence
     scores: dict[int, Scores]
-    events: list[Event]  # of requests that left before it
+    events: list[Event]  # of requests that failed before the launch
     seconds: dict[str, float]
 
 
 class Engine:
-    """Requests go in through `submit`; each `step` is one pass of the target over all that run. It knows no threads."""
+    """Runs the submitted requests; each step is one pass of the target over all running requests. Has no threads."""
 
     def __init__(self, target: LM, max_batch: int = 16, overlap: bool = True):
         self.target = target
         self.scheduler = Scheduler(target, max_batch)
         self._overlap = overlap and target.asynchronous
-        self._late: list[Event] = []  # of the last pass, to be delivered while the next one runs
+        self._late: list[Event] = []  # events of the last pass, delivered while the next one runs
 
     @property
     def idle(self) -> bool:
@@ -68,8 +68,8 @@ class Engine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the host processes pass N while pass N + 1 runs on the device. Pass N + 1 reuses the output buffers
-        of pass N, so events then carry no scores."""
+        """Whether the host processes pass N while pass N + 1 runs on the device. Events then carry no scores, because
+        pass N + 1 reuses the output buffers of pass N."""
         return self._overlap and not any(seq.watched for seq in self.running)
 
     def submit(self, seq: Sequence) -> None:
@@ -77,15 +77,15 @@ class Engine:
         self.scheduler.submit(seq)
 
     def cancel(self, seq: Sequence) -> None:
-        """End a request now. What it has so far stays readable, and no further events come."""
+        """End a request now. Its tokens so far stay readable, and it gets no further events."""
         self.scheduler.cancel(seq)
         self._late = [event for event in self._late if event.seq is not seq]
 
     def turn(self, deliver: Callable[[Event], object]) -> None:
-        """Run one pass over every running request, and deliver its events; with overlap, those of the pass before."""
+        """Run one pass over every running request, and deliver its events; with overlap, the previous events."""
         flight = self._begin()
         late, self._late = self._late, []
-        for event in late:  # the pass is on its way: now there is time
+        for event in late:  # the pass is running on the device, so the host has time
             deliver(event)
         overlaps = self.overlaps
         events = self._end(flight)
@@ -96,17 +96,17 @@ class Engine:
                 deliver(event)
 
     def serve(self) -> bool:
-        """Run one pass, whose events go to the listeners of the requests; False when all of them have ended."""
+        """Run one pass and send its events to the listeners of the requests; False when all requests have ended."""
         try:
-            self.turn(_tell)
+            self.turn(_notify)
         except Exception as error:
             late, self._late = self._late, []
             for event in [*late, *self.abort(error)]:
-                _tell(event)
+                _notify(event)
         return not self.idle
 
     def run(self) -> Generator[Event]:
-        """Step until every request has ended; stopping early gives all slots back."""
+        """Step until every request has ended; closing the generator early releases all slots."""
         try:
             while not self.idle:
                 events: list[Event] = []
@@ -122,7 +122,7 @@ class Engine:
         return self._end(self._begin())
 
     def abort(self, error: Exception) -> list[Event]:
-        """A pass broke off for a reason that belongs to no request: those that were in it fail."""
+        """Fail all running requests, after a pass broke off for a reason that belongs to none of them."""
         failed = list(self.running)
         for seq in failed:
             self.scheduler.fail(seq, error)
@@ -130,7 +130,7 @@ class Engine:
         return [Event(seq) for seq in failed]
 
     def _begin(self) -> PassInFlight:
-        """Draft, and send the pass off."""
+        """Draft, and launch the pass."""
         seconds: dict[str, float] = {}
         with timed(seconds, "prefill"):
             failed = self.scheduler.admit()
@@ -145,9 +145,9 @@ class Engine:
         return PassInFlight(layouts, scores, [Event(seq) for seq in failed], seconds)
 
     def _end(self, flight: PassInFlight) -> list[Event]:
-        """Wait for the pass, and commit what it says to the requests that run."""
+        """Wait for the pass, and commit its results to the running requests."""
         layouts, scores, events, seconds = flight.layouts, flight.scores, flight.events, flight.seconds
-        with timed(seconds, "score"):  # not counted as the time of what reads its result first
+        with timed(seconds, "score"):  # so that the wait is not counted as the time of the first reader
             for found in scores.values():
                 found.wait()
         with timed(seconds, "verify"):
@@ -157,7 +157,7 @@ class Engine:
             self.target.keep([step.kept for _, step in kept], [_slot(seq) for seq, _ in kept])
             behind = [seq for seq, step in kept if len(step.kept) < len(step.tokens)]  # tokens without cache entries
             self.target.feed([seq.tokens[:-1] for seq in behind], [_slot(seq) for seq in behind])
-        with timed(seconds, "draft"):  # learning from a pass is a part of the price of drafting
+        with timed(seconds, "draft"):  # learning from a pass counts as drafting
             for seq, step in kept:
                 self._observe(seq, step, scores[seq.id])
         size = len(self.running)
@@ -170,7 +170,7 @@ class Engine:
         return events
 
     def _draft(self, failed: list[Sequence]) -> dict[int, Layout]:
-        """What to score for each running sequence; sequences that share a drafter are drafted together."""
+        """Return the layout to score for each running sequence. Sequences with the same drafter draft together."""
         layouts: dict[int, Layout] = {}
         budgets: dict[int, Budget] = {}
 
@@ -184,7 +184,7 @@ class Engine:
             try:
                 drafted = group[0].drafter.propose_batch(group, [budgets[seq.id] for seq in group])
             except (RequestFailed, torch.OutOfMemoryError):
-                return  # a draft that cannot be made costs speed, never the answer
+                return  # without a draft the pass is slower, but the answer is the same
             layouts.update({seq.id: layout for seq, layout in zip(group, drafted, strict=True)})
 
         def select(group: list[Sequence]) -> None:
@@ -197,14 +197,14 @@ class Engine:
                 layouts[seq.id] = seq.verifier.prepare(seq, layouts[seq.id])
 
         self._guarded(_grouped(self.running, lambda seq: seq.policy), grant, failed)
-        asked = [seq for seq in self.running if budgets[seq.id].depth and budgets[seq.id].nodes]
-        self._guarded(_grouped(asked, lambda seq: seq.drafter), propose, failed)
+        drafting = [seq for seq in self.running if budgets[seq.id].depth and budgets[seq.id].nodes]
+        self._guarded(_grouped(drafting, lambda seq: seq.drafter), propose, failed)
         self._guarded(_grouped(self.running, lambda seq: seq.policy), select, failed)
         self._guarded([[seq] for seq in self.running], prepare, failed)
         return layouts
 
     def _guarded(self, groups: list[list[Sequence]], work: Work, failed: list[Sequence]) -> None:
-        """Work on each group; where it raises an error, the requests of that group fail."""
+        """Run `work` on each group; if it raises an error, the requests of that group fail."""
         for group in groups:
             try:
                 work(group)
@@ -214,7 +214,7 @@ class Engine:
                 failed += group
 
     def _score(self, layouts: dict[int, Layout], failed: list[Sequence]) -> dict[int, Scores]:
-        """Scores by sequence. When memory runs out the drafts go first, then a request has to wait, or to fail."""
+        """Return the scores by sequence. If memory runs out, drop the drafts, then make a request wait or fail."""
         bare = False
         while self.running:
             try:
@@ -235,7 +235,7 @@ class Engine:
         return {}
 
     def _culprits(self, layouts: dict[int, Layout]) -> list[Sequence]:
-        """Requests with which a pass breaks off, found by scoring each alone; they fail."""
+        """Find the requests that break a pass by scoring each alone; they fail."""
         found: list[Sequence] = []
 
         def alone(group: list[Sequence]) -> None:
@@ -246,12 +246,12 @@ class Engine:
         return found
 
     def _run_ahead(self, layouts: dict[int, Layout]) -> None:
-        """Begin the next pass, too, where it is known: nothing is drafted, and no one reads what this one says."""
+        """Launch the next pass too if its input is known: no request drafts, and no code needs this result first."""
         ahead = self.target.run_ahead
-        on = [seq for seq in self.running if seq.room > 1]
-        bare = all(len(layouts[seq.id]) == 1 and seq.limits.logprobs is None and seq.policy.idle(seq) for seq in on)
-        if ahead is not None and on and bare:
-            ahead.begin([_slot(seq) for seq in on], [seq.verifier.pick(seq) for seq in on])
+        left = [seq for seq in self.running if seq.room > 1]
+        bare = all(len(layouts[seq.id]) == 1 and seq.limits.logprobs is None and seq.policy.idle(seq) for seq in left)
+        if ahead is not None and left and bare:
+            ahead.begin([_slot(seq) for seq in left], [seq.verifier.pick(seq) for seq in left])
 
     def _verify(self, seq: Sequence, layout: Layout, scores: Scores) -> Step | None:
         self._read_states(seq)
@@ -260,10 +260,10 @@ class Engine:
             return seq.verifier.verify(seq, layout, scores)
         except RequestFailed as error:
             seq.fail(str(error))
-            tokens = seq.tokens[start:]  # what was committed before it failed was found in the tree
+            tokens = seq.tokens[start:]  # tokens committed before the failure were found in the tree
             path = layout.walk([layout.tokens[0], *tokens])
             return Step(layout, path, tokens, path) if tokens else None
-        except Exception as error:  # of a logits processor, say
+        except Exception as error:  # such as an error of a logits processor
             seq.fail(f"{type(error).__name__}: {error}", error)
             return None
 
@@ -290,13 +290,13 @@ class Engine:
         seq.hidden = None if states is None else states.read(_slot(seq))
 
 
-def _tell(event: Event) -> None:
+def _notify(event: Event) -> None:
     if event.seq.listener is not None:
         event.seq.listener(event)
 
 
 def _grouped(seqs: list[Sequence], shared: Callable[[Sequence], object]) -> list[list[Sequence]]:
-    """Sequences that share an object, together."""
+    """Group the sequences that share an object."""
     groups: dict[int, list[Sequence]] = {}
     for seq in seqs:
         groups.setdefault(id(shared(seq)), []).append(seq)

@@ -1,7 +1,7 @@
-"""Layout: what a pass scores for one sequence: tokens, where they stand, and which of them see which.
+"""Layout: the tokens that a pass scores for one sequence, their positions, and their attention mask.
 
-A `Tree` is the usual one: a node sees its ancestors. A block of a diffusion model is another: every token of the block
-sees all others. Runtimes read a layout through these few methods, so they need not know which kind it is.
+The usual layout is a `Tree`, in which a node attends to its ancestors. In another one, a block of a diffusion model,
+every token attends to all others. Runtimes read a layout only through these methods and need not know its kind.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
 
 
 class Layout:
-    """Base of all layouts. A subclass says where its tokens stand, and what each of them sees."""
+    """Base class of all layouts. A subclass defines the positions of its tokens and what each of them attends to."""
 
     tokens: list[int]
-    is_chain: bool = False  # each token follows the one before it, and sees all before it
+    is_chain: bool = False  # each token follows the previous one and attends to all before it
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def positions(self, start: int, since: int = 0) -> list[int]:
-        """The position of each node from `since` on, where the text before the layout has `start` tokens."""
+        """Return the position of each node from `since` on, if `start` tokens of text come before the layout."""
         raise NotImplementedError
 
     def sees(self, since: int = 0) -> list[int]:
-        """For each node from `since` on, the nodes that it sees, itself among them, as bits of one number."""
+        """Return the nodes that each node from `since` on attends to (itself included), as a bit set per node."""
         raise NotImplementedError
 
     def visible(self, since: int = 0) -> Tensor:
-        """The same as a mask."""  # [new nodes, nodes]
+        """Return `sees` as a boolean mask."""  # [new nodes, nodes]
         count = len(self)
         return torch.tensor([[bool(bits >> node & 1) for node in range(count)] for bits in self.sees(since)])
 
     def children(self, node: int) -> list[int]:
-        """Nodes that follow this one as drafts of the same place; a layout that is no tree has none."""
+        """Return the candidates for the position after this node; only trees have any."""
         return []
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
-        """Nodes, root first, that spell the longest beginning of these tokens."""
+        """Return the longest path, root first, whose tokens are a prefix of `tokens`."""
         return []
 
     def trim(self, budget: Budget) -> Self:
-        """The part that fits a budget; a layout that is no tree is scored whole or not at all."""
+        """Return the part that fits a budget; a layout other than a tree is always scored as a whole."""
         return self

@@ -1,9 +1,9 @@
-"""LM: what the loop needs of a model, as target or as draft, and the records that it speaks in.
+"""LM: the interface of a model, as target or as draft model, and the records that it exchanges with the engine.
 
-A model holds sequences in slots of its key-value cache. Tokens are committed to a slot by `keep`, or by `feed`. Nodes
-that were scored and not kept are provisional: the next pass overwrites them, so rollback costs nothing.
+A model holds sequences in slots of its KV cache. Tokens are committed to a slot by `keep` or by `feed`. Nodes that were
+scored but not kept are provisional: the next pass overwrites them, so rollback costs nothing.
 
-The methods of `LM` are all that a model must have. Everything else is a capability: an object that may be None.
+A model must have only the methods of `LM`. Everything else is a capability: an object that may be None.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from outpace.threads.worker import Worker
 
 Picks = Seq[Pick | None] | None
-Context = Hashable | None  # what a text is conditioned on besides its tokens, such as the states of an encoder
+Context = Hashable | None  # what a text is conditioned on besides its tokens, such as encoder states
 
 
 class LM(ABC):
-    """A model as the engine and the drafters see it."""
+    """The interface of a model for the engine and the drafters."""
 
     vocab: int
-    max_length: int  # the most tokens that a slot can hold
+    max_length: int  # maximum number of tokens in a slot
     worker: Worker  # the thread that runs its passes; models that share weights or slots share it
-    identity: str = ""  # what the cost of a pass depends on, besides the machine
+    identity: str = ""  # what the cost of a pass depends on, apart from the machine
     trees: bool = True  # False: only chains can be scored
-    asynchronous: bool = False  # True: `score` returns before the pass is done
-    lazy_logits: bool = False  # True: reading logits is slow; use the model's own choice where you can
+    asynchronous: bool = False  # True: `score` returns before the pass has finished
+    lazy_logits: bool = False  # True: reading logits is slow; use the model's own choice where possible
 
     layers: Layers | None = None
     drafts: SelfDraft | None = None
@@ -48,49 +48,49 @@ class LM(ABC):
 
     @abstractmethod
     def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
-        """A slot for a text that begins with `tokens`; what a slot already knows of them is reused.
+        """Return a slot for a text that begins with `tokens`, with any cached prefix reused.
 
-        A slot is only reused for the same `context`. `taps` are hidden states that will be read, as Transformers
-        numbers them.
+        A cached prefix is reused only for the same `context`. `taps` are the hidden states that will be read, numbered
+        as in Transformers.
         """
 
     @abstractmethod
     def release(self, slot: int) -> None:
-        """Give the slot back; its text stays known until another one takes its place."""
+        """Free the slot; its text stays cached until another text overwrites it."""
 
     @abstractmethod
     def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
         """Make each slot hold exactly these tokens: keep the common prefix, run the rest.
 
-        With a `limit` it stops after about so many tokens; False: call it again, with the same tokens.
+        With a `limit`, stop after about `limit` tokens and return False: call again with the same tokens.
         """
 
     @abstractmethod
     def score(
         self, layouts: Seq[Layout], slots: Seq[int], since: Seq[int] | None = None, picks: Picks = None
     ) -> list[Scores]:
-        """Score the nodes of each layout from `since` on; a model may make the choices of `picks` itself."""
+        """Score the nodes of each layout from `since` on. A model may make the choices of `picks` itself."""
 
     @abstractmethod
     def keep(self, paths: Seq[list[int]], slots: Seq[int]) -> None:
-        """Commit these nodes of the layouts last scored, in order, and forget the others."""
+        """Commit these nodes of the last scored layouts, in order, and drop the others."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget what idle slots hold: the next request is computed from its first token on."""
+        """Drop what idle slots hold, so that the next request reuses no cached prefix."""
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """The matrices that heads borrow; None: it has no such matrices."""
+        """The embedding matrices that heads borrow, or None if the model has no such matrices."""
         return None if self.states is None else self.states.embeddings
 
     def reference(self) -> Reference:
-        """The model by itself, to compare with."""
-        raise UnsupportedModel(f"{type(self).__name__} cannot be run by itself, so there is nothing to compare with")
+        """Return the model without the engine, to compare with."""
+        raise UnsupportedModel(f"{type(self).__name__} has no reference: it cannot run without the engine")
 
 
 class Logits:
-    """Logits of the nodes that a pass scored. A runtime that owns its memory fetches them when they are read."""
+    """Logits of the nodes that a pass scored. A runtime with its own memory fetches them when they are read."""
 
     def __init__(self, table: Tensor):  # [nodes, vocab]
         self._table = table
@@ -102,27 +102,27 @@ class Logits:
         return self._table[node]
 
     def all(self) -> Tensor:  # [nodes, vocab]
-        """The logits of all nodes."""
+        """Return the logits of all nodes."""
         return self._table
 
     def wait(self) -> None:
-        """Wait until the device has computed them."""
+        """Wait until the device has computed the logits."""
         if self._table.is_cuda:
             torch.cuda.synchronize()
 
 
 @dataclass
 class Picked:
-    """The choice at each node, and the largest logit there, which is not finite where no choice could be made."""
+    """The choice at each node and its largest logit, which is not finite where no choice was possible."""
 
-    tokens: Seq[int]  # may be fetched when they are read
+    tokens: Seq[int]  # may be fetched only when read
     best: list[float]
     probs: list[float]  # of the choices, after the temperature
-    on_device: bool = True  # the device has them too, so a pass can begin with them before the host has read them
+    on_device: bool = True  # the device has them too, so the next pass can start before the host reads them
 
     @property
     def device_tokens(self) -> Seq[int]:
-        """The choices as the device has them, before the host corrected any."""
+        """The choices as the device has them, before any corrections by the host."""
         return self.tokens
 
     def wait(self) -> None:
@@ -131,97 +131,97 @@ class Picked:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a pass says about the nodes that were new to it."""
+    """The results of a pass for its new nodes."""
 
     logits: Logits
     hidden: Tensor | None = None  # [nodes, taps], for slots acquired with taps
-    picked: Picked | None = None  # by the model itself, where it was asked to and can
+    picked: Picked | None = None  # choices by the model itself, if requested and supported
 
     def wait(self) -> None:
-        """Wait for this pass, not for one that may have begun after it."""
+        """Wait for this pass, but not for one launched after it."""
         (self.logits if self.picked is None else self.picked).wait()
 
 
 class Reference(Protocol):
-    """A model by itself: without the loop, our cache and our attention. Proofs compare with it."""
+    """A model without Outpace's engine, cache and attention. Proofs of losslessness compare with it."""
 
     def native(self, tokens: list[int], count: int) -> Tensor:
-        """Logits after each of the last `count` tokens, in the model's own precision."""  # [count, vocab]
+        """Return the logits after each of the last `count` tokens, in the model's own precision."""  # [count, vocab]
 
     def precise(self, tokens: list[int], count: int) -> Tensor:
-        """The same in a higher precision."""  # [count, vocab], float64
+        """Return the same logits in higher precision."""  # [count, vocab], float64
 
 
 class Layers(Protocol):
-    """The layers of a model, where they can be run apart from each other."""
+    """The layers of a model that can run subsets of them."""
 
     count: int
 
     def slice(self, layers: Seq[int], compile: bool = True) -> LM:
-        """A model of some of the layers on the same weights, with slots of its own."""
+        """Return a model of some of the layers that shares the weights and has its own slots."""
 
     def early_exit(self, count: int) -> LM | None:
-        """The first layers and the head as a draft on this model's own slots, where `score` goes on from them."""
+        """Return the first layers and the head as a draft model on this model's slots; `score` continues from them."""
 
     def cost_share(self, count: int) -> float:
-        """The share of a pass that so many layers and the head are, by the weights that are read."""
+        """Return the cost of `count` layers and the head as a share of a pass, by the weights read."""
 
     def reference(self, layers: Seq[int]) -> Reference:
-        """Some of the layers without a cache, to see what they say."""
+        """Return some of the layers without a cache, to inspect their output."""
 
 
 def layers_of(lm: LM) -> Layers:
-    """The layers of a model, or an error that it has none that can be run apart."""
+    """Return the layers of a model; raise an error if it cannot run subsets of them."""
     if lm.layers is None:
-        raise UnsupportedModel(f"{type(lm).__name__} cannot be run without some of its layers")
+        raise UnsupportedModel(f"{type(lm).__name__} cannot run a subset of its layers")
     return lm.layers
 
 
 class DraftShape(NamedTuple):
-    """What a model is to draft by itself: a chain, or a tree."""
+    """The shape of a draft that a model makes on its own: a chain or a tree."""
 
     depth: int
-    width: int = 1  # likeliest tokens after a node, and nodes of a level that go on
-    nodes: int = 0  # of a tree, the likeliest ones
+    width: int = 1  # candidates after each node, and nodes per level that are extended
+    nodes: int = 0  # of a tree: it keeps this number of the likeliest nodes
 
 
 class DraftToken(NamedTuple):
-    """A token that a model drafted, and its probability."""
+    """A draft token, its probability and its parent."""
 
     token: int
     prob: float
-    parent: int = -1  # place of the draft token that it follows; -1: it follows the text
+    parent: int = -1  # index of the parent draft token; -1: it follows the text
 
 
 class SelfDraft(Protocol):
-    """Chains or trees that a model drafts without a look from outside at each level."""
+    """Drafting of whole chains or trees inside the model, without host control at each level."""
 
     def draft(
         self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
     ) -> list[list[DraftToken]] | None:
-        """Drafts after each slot and its `token`, parents first; None: ask `score` level by level."""
+        """Return drafts after each slot and its token, parents first; None: call `score` level by level."""
 
 
 class RunAhead(Protocol):
-    """Passes that begin before the host has read the pass before them."""
+    """Launching of passes before the host has read the pass before."""
 
     def begin(self, slots: Seq[int], picks: Seq[Pick | None]) -> bool:
-        """Begin the pass after one of roots, with what that one chooses as roots; False: it could not be begun."""
+        """Launch the pass after one without drafts, with its choices as roots; return False if that is impossible."""
 
 
 class HiddenStates(Protocol):
-    """What trained heads read of a model, and borrow from it."""
+    """The hidden states that trained heads read and the matrices that they borrow."""
 
     embeddings: Embeddings | None  # None: the model has no such matrices
 
     def read(self, slot: int) -> Tensor | None:  # [tokens, taps]
-        """Hidden states of the committed tokens, for a slot acquired with taps."""
+        """Return the hidden states of the committed tokens, for a slot acquired with taps."""
 
     def attach(self, head: Any) -> LM:
-        """A head that is asked token by token, as a model that runs as this one does."""
+        """Wrap a head that drafts token by token as a model that runs like this one."""
 
     def ready(self, head: Any) -> Any:
-        """A head that drafts several tokens at once, as it runs fastest beside this model."""
+        """Prepare a head that drafts several tokens at once to run as fast as possible with this model."""
 
 
 class Weights(Protocol):
@@ -230,19 +230,19 @@ class Weights(Protocol):
     version: int
 
     def changed(self) -> None:
-        """The weights have changed: use nothing that came of the old ones."""
+        """Drop everything computed from the old weights, after they have changed."""
 
     def memory(self, tokens: int) -> MemoryNeed | None:
-        """What the weights take, and the cache of so many tokens; None when the model does not know."""
+        """Return the memory of the weights and of a cache of `tokens` tokens, or None if unknown."""
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """What enters a model's first layer for a token, and what its last state is compared with for each token."""
+    """The input embedding and output embedding (unembedding) matrices of a model."""
 
     embed: Tensor  # [vocab, hidden]
     unembed: Tensor  # [vocab, hidden]
-    config: PreTrainedConfig | None = None  # of the layers between
+    config: PreTrainedConfig | None = None  # of the layers in between
 
     @property
     def hidden(self) -> int:
@@ -254,19 +254,19 @@ class Embeddings:
 
     @property
     def fingerprint(self) -> list[float]:
-        """A few numbers by which the same weights are known again, in another precision too."""
+        """Sixteen numbers that identify the weights, in any precision."""
         places = torch.linspace(0, self.embed.numel() - 1, 16, dtype=torch.float64).long()
         return self.embed.reshape(-1)[places.to(self.embed.device)].float().tolist()
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes of the weights, of the cache for some tokens, and what the cache may have."""
+    """Bytes of the weights, bytes of the cache for some tokens, and bytes available for the cache."""
 
     weights: int
-    token: int  # of the cache, for one token
+    token: int  # of the cache, per token
     tokens: int
-    available: int  # for the whole cache: what it holds now, and what is free
+    available: int  # for the whole cache: its current memory plus free memory
 
     @property
     def cache(self) -> int:

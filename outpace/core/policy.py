@@ -1,7 +1,7 @@
-"""Policies: how much to draft. Dynamic speculation is a policy, and works with every drafter.
+"""Policies: how much to draft. Dynamic speculation is a policy, so it works with every drafter.
 
-The rule that keeps a sampled draft exact: a policy may look at what was drafted and stop, it may never drop a token
-that was drawn. So `keep_drafting` is asked after a token is in the tree, about the token after it.
+One rule keeps a sampled draft exact: a policy may stop because of what was drafted, but it may never drop a token that
+was sampled. So `keep_drafting` is called once a token is in the tree, and decides about the token after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outpace.errors import UsageError
 
 @dataclass
 class Policy:
-    """The drafter's own budget, or the one given here. Base of all other policies."""
+    """Draft with the drafter's own budget, or with the one given here. Base class of all other policies."""
 
     depth: int | None = None
     nodes: int | None = None
@@ -31,41 +31,41 @@ class Policy:
                 raise UsageError(f"{name}={value} is out of range")
 
     def budget(self, seq: Sequence) -> Budget:
-        """What the drafter may use for its next tree."""
+        """Return the limits of the next draft of this sequence."""
         limit = seq.drafter.limit
         depth = limit.depth if self.depth is None else self.depth
         width = limit.width if self.width is None else self.width
-        # A chain that is asked to be deeper than the drafter's own has as many nodes as it is deep.
+        # A chain that is deeper than the drafter's own limit gets as many nodes as its depth.
         nodes = self.nodes if self.nodes is not None else max(limit.nodes, depth)
         return Budget(depth, nodes, width)
 
     def budgets(self, seqs: Seq[Sequence], batch_size: int) -> list[Budget]:
-        """The budgets of all sequences under this policy, in a pass that `batch_size` requests share."""
+        """Return the budgets of all sequences under this policy, in a pass of `batch_size` requests."""
         return [self.budget(seq) for seq in seqs]
 
     def idle(self, seq: Sequence) -> bool:
-        """Whether the next draft will be empty, as far as is known before this pass was read."""
+        """Return whether the next draft will surely be empty, before the result of this pass is known."""
         return not (seq.drafter.limit.depth if self.depth is None else self.depth)
 
     def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
-        """Whether to draft on after a token at `depth` for which the draft gave `signal`."""
+        """Return whether to continue drafting after a token at `depth` with this `signal`."""
         return True
 
     @property
     def watches_draft(self) -> bool:
-        """Whether `keep_drafting` must be asked after every token, so that a draft cannot run on by itself."""
+        """Whether `keep_drafting` must be called after every token, which rules out drafting all levels in one go."""
         return type(self).keep_drafting is not Policy.keep_drafting
 
     def select(self, seqs: Seq[Sequence], drafts: Seq[Any], budgets: Seq[Budget], batch_size: int) -> Seq[Layout]:
-        """The part of each draft that is scored, for all sequences under this policy."""
+        """Return the part of each draft to score, for all sequences under this policy."""
         fitting = [draft.trim(budget) for draft, budget in zip(drafts, budgets, strict=True)]
         if not self.watches_draft:
             return fitting
-        return [self._sure(seq, draft) for seq, draft in zip(seqs, fitting, strict=True)]
+        return [self._prune(seq, draft) for seq, draft in zip(seqs, fitting, strict=True)]
 
-    def _sure(self, seq: Sequence, tree: Tree) -> Tree:
-        """The tree without what follows tokens after which `keep_drafting` would have stopped. A draft model has asked
-        it token by token; other methods draft at once."""
+    def _prune(self, seq: Sequence, tree: Tree) -> Tree:
+        """Prune what follows tokens at which `keep_drafting` stops. Draft models have called it after each token; other
+        methods draft all tokens at once."""
         if seq.drafter.model_source is not None or tree.proposals:
             return tree
         depths, grows = tree.depths, {ROOT: True}
@@ -76,23 +76,23 @@ class Policy:
         return tree.select(grows)
 
     def observe(self, seq: Sequence, step: Step) -> None:
-        """Learn from what a pass did to one sequence."""
+        """Learn from the result of a pass for one sequence."""
 
     def after_pass(self, report: PassReport) -> None:
-        """Learn from what a whole pass took."""
+        """Learn from the times of a whole pass."""
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass of the engine took, for all requests that shared it."""
+    """The times and sizes of one pass of the engine, over all of its requests."""
 
-    seconds: dict[str, float]  # prefill, draft, score, verify, keep
+    seconds: dict[str, float]  # keys: prefill, draft, score, verify, keep
     batch_size: int  # requests
-    tokens: int  # nodes that were scored
+    tokens: int  # scored nodes
 
 
 def signal(tree: Tree, node: int) -> Signal | None:
-    """What is known of a node: what the draft knew of it or, in a tree without a draft, how sure the method was."""
+    """Return the signal of a node; in a tree without signals, one made from the method's own probability."""
     if tree.signals or node not in tree.probs:
         return tree.signals.get(node)
     return Signal(tree.probs[node], 0.0)

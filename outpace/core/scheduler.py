@@ -1,6 +1,6 @@
-"""Scheduler: which requests run. They wait, get a slot of the target's cache, and give it back when they end.
+"""Scheduler: decides which requests run. A request waits, gets a slot of the target's cache, and frees it at its end.
 
-Prompts are fed in pieces while other requests run, so that one long prompt does not stop the others.
+While other requests run, prompts are fed in chunks (chunked prefill), so that a long prompt does not stop the others.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from outpace.core.lm import LM, MemoryNeed
 from outpace.core.sequence import Sequence
 from outpace.errors import CacheFull, UsageError
 
-PROMPT_TOKENS = 512  # of prompts in one step, while other requests run
+PROMPT_TOKENS = 512  # prompt tokens per step while other requests run
 
 
 class Scheduler:
-    """The queue of requests, the slots of those that run, and what happens when memory runs out."""
+    """Holds the queue of requests and the slots of running requests, and decides what happens when memory runs out."""
 
     def __init__(self, target: LM, max_batch: int = 16):
         self.target = target
         self.max_batch = max_batch
         self.waiting: deque[Sequence] = deque()
-        self.feeding: deque[Sequence] = deque()  # requests with a slot whose prompt is not in it yet
+        self.feeding: deque[Sequence] = deque()  # requests with a slot that does not hold the whole prompt yet
         self.running: list[Sequence] = []
-        self.full = False  # memory ran out: no request is admitted before another one ends
+        self.full = False  # memory ran out: admit no request until another one ends
 
     @property
     def idle(self) -> bool:
@@ -38,19 +38,19 @@ class Scheduler:
     def submit(self, seq: Sequence) -> None:
         """Queue a request, or refuse it before anything runs."""
         if len(seq.tokens) > self.target.max_length:
-            raise UsageError(f"the prompt has {len(seq.tokens)} tokens and the model holds {self.target.max_length}")
+            raise UsageError(f"the prompt has {len(seq.tokens)} tokens, but the model holds {self.target.max_length}")
         seq.target, seq.vocab = self.target, self.target.vocab
         if seq.verifier.needs_trees and not self.target.trees:
             name = type(seq.verifier).__name__
-            raise UsageError(f"{name} needs a model that can score trees, and this one scores only chains")
+            raise UsageError(f"{name} needs a model that can score trees, but this one scores only chains")
         seq.drafter.open(seq)
         _taps(seq)
         self.waiting.append(seq)
 
     def admit(self) -> list[Sequence]:
-        """Give slots to requests while there are slots and memory, and feed prompts; returns the requests that failed.
+        """Admit waiting requests while slots and memory last, and feed prompts; return the requests that failed.
 
-        A request that does not fit beside the running ones waits for them.
+        A request that does not fit next to the running ones waits for them.
         """
         failed = []
         while self.waiting and len(self.running) + len(self.feeding) < self.max_batch and not self._must_wait:
@@ -74,11 +74,11 @@ class Scheduler:
         return self.full and bool(self.running or self.feeding)
 
     def _feed(self, failed: list[Sequence]) -> None:
-        """Feed prompts in the order in which they came: all of them, or so much that running requests hardly wait."""
+        """Feed prompts in order of arrival, about `PROMPT_TOKENS` a step; if no request runs, the first one whole."""
         left = PROMPT_TOKENS
         while self.feeding and (left > 0 or not self.running):
             seq = self.feeding[0]
-            assert seq.slot is not None, "it was acquired"
+            assert seq.slot is not None, "a feeding request has a slot"
             wanted = len(seq.tokens) - 1
             try:
                 done = self.target.feed([seq.tokens[:-1]], [seq.slot], left if self.running else None)
@@ -91,7 +91,7 @@ class Scheduler:
             self.running.append(self.feeding.popleft())
 
     def _failed(self, seq: Sequence, error: Exception, failed: list[Sequence]) -> None:
-        """A request could not be admitted: it waits if memory is the reason and others will free some."""
+        """Handle a failed admission: the request waits if memory is short and other requests will free some."""
         if isinstance(error, CacheFull | torch.OutOfMemoryError):
             if not self.make_room(seq, error):
                 failed.append(seq)
@@ -100,7 +100,7 @@ class Scheduler:
             failed.append(seq)
 
     def make_room(self, seq: Sequence, error: Exception) -> bool:
-        """Let a request wait until another one has ended; False: it was alone in the batch, and failed."""
+        """Let a request wait until another one ends. If it is alone in the batch, it fails, and this returns False."""
         if len(self.running) + len(self.feeding) == 1:
             seq.fail(str(error))
             self.leave(seq)
@@ -112,18 +112,18 @@ class Scheduler:
         return True
 
     def fail(self, seq: Sequence, error: Exception) -> None:
-        """End a request with an error of its own code or of ours; its caller sees the error as it is."""
+        """End a request with an error of its own code or of Outpace; its caller gets the original error."""
         seq.fail(f"{type(error).__name__}: {error}", error)
         self.leave(seq)
 
     def cancel(self, seq: Sequence) -> None:
-        """End a request now; what it has so far stays readable."""
+        """End a request now; its tokens so far stay readable."""
         if not seq.finished:
             seq.finish_reason = "cancelled"
             self.leave(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """A request has ended: its slot is free again."""
+        """Remove a request that has ended, and free its slot."""
         for queue in (self.running, self.waiting, self.feeding):
             if seq in queue:
                 queue.remove(seq)

@@ -1,4 +1,4 @@
-"""Sequence: one request on its way through the loop. Step: what one pass did to it."""
+"""Sequence: the state of one request in the engine. Step: the result of one pass for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ids = itertools.count()
 
 
 class Watcher(Protocol):
-    """Sees every committed token in order; `stopped` turns True when a stop string is complete."""
+    """Receives every committed token in order; `stopped` becomes True when a stop string is complete."""
 
     stopped: bool
 
@@ -41,15 +41,15 @@ class Limits:
     max_tokens: int
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-    logprobs: int | None = None  # how many top tokens to report; None reports nothing
-    processed: bool = False  # report the distribution that was sampled, after all settings, not the model's own
+    logprobs: int | None = None  # number of top tokens to report; None reports nothing
+    processed: bool = False  # report the distribution that is sampled, after all settings, not the model's own
 
 
 @dataclass
 class Step:
-    """One pass of one sequence: what was drafted, what was accepted, what was committed.
+    """One pass of one sequence: its drafted, accepted and committed tokens.
 
-    A pass may commit nothing. It may commit tokens that have no cache entry yet: those that are not among the kept
+    A pass may commit nothing. It may also commit tokens that have no cache entry: tokens that are not among the kept
     nodes are fed before the next pass.
     """
 
@@ -60,8 +60,8 @@ class Step:
 
     @property
     def tree(self) -> Tree:
-        """The layout, for code that works on trees alone."""
-        assert isinstance(self.layout, Tree), "this method drafts a layout that is no tree"
+        """The layout, for code that handles only trees."""
+        assert isinstance(self.layout, Tree), "this method drafts a layout that is not a tree"
         return self.layout
 
     @property
@@ -70,34 +70,34 @@ class Step:
 
     @property
     def accepted(self) -> int:
-        """Committed tokens that had been drafted."""
+        """Number of committed tokens that were drafted."""
         return max(0, min(len(self.path) - 1, len(self.tokens)))
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens so far, the seams that serve them, and what the drafter remembers of them."""
+    """One request: its tokens so far, the objects that decode it, and the state they keep for it."""
 
-    tokens: list[int]  # the prompt, then what was committed; the last one is the next root
+    tokens: list[int]  # the prompt, then the committed tokens; the last one is the next root
     limits: Limits
     sampler: Sampler
     drafter: Drafter
     verifier: Verifier
     policy: Policy
     watcher: Watcher | None = None
-    listener: Callable[[Any], object] | None = None  # is told every event of this request, on the engine's thread
-    watched: bool = False  # someone looks at the scores of its passes, so no pass begins before that
+    listener: Callable[[Any], object] | None = None  # called with every event of this request, on the engine's thread
+    watched: bool = False  # someone reads the scores of its passes, so the next pass must wait
 
-    target: LM | None = None  # since it was submitted
+    target: LM | None = None  # set when it is submitted
     vocab: int = 0  # of the target
     context: Context = None  # what the text is conditioned on besides its tokens
-    slot: int | None = None  # of the target's cache, while it runs
-    hidden: Tensor | None = None  # [tokens in the cache, taps], when the drafter or the verifier asked for taps
+    slot: int | None = None  # in the target's cache, while it runs
+    hidden: Tensor | None = None  # [tokens in the cache, taps], if the drafter or the verifier reads taps
     finish_reason: FinishReason | None = None
     error: str | None = None
-    cause: Exception | None = None  # raised by code of this request: its caller gets to see it
+    cause: Exception | None = None  # raised by this request's own code, for its caller
     logprobs: list[Logprob] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)  # of each generated token: was it an accepted guess
+    drafted: list[bool] = field(default_factory=list)  # for each generated token: was it an accepted draft token
     stats: Stats = field(default_factory=Stats)
     id: int = field(default_factory=lambda: next(_ids))
     prompt_length: int = field(init=False)
@@ -112,7 +112,7 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """How many more tokens may be committed."""
+        """Number of tokens that may still be committed."""
         return self.limits.max_tokens - (len(self.tokens) - self.prompt_length)
 
     @property
@@ -120,19 +120,19 @@ class Sequence:
         return self.finish_reason is not None
 
     def state(self, owner: object, make: Callable[[], T]) -> T:
-        """What `owner`, a drafter or a policy, remembers of this sequence; made on first use."""
+        """Return the state that `owner` (such as a drafter or policy) keeps for this sequence; created on first use."""
         if id(owner) not in self._memory:
             self._memory[id(owner)] = make()
         return self._memory[id(owner)]
 
     def forget(self, owner: object) -> Any:
-        """Take away what `owner` remembers; None if that is nothing."""
+        """Remove and return the state that `owner` keeps, or None if it has none."""
         return self._memory.pop(id(owner), None)
 
     def push(self, token: int, logits: Logits, node: int) -> bool:
-        """Commit one token, chosen at a node from the model's raw logits; True when the request ends with it."""
+        """Commit the token chosen at a node, given the model's raw logits; True if the request ends with it."""
         if self.limits.logprobs is not None:
-            own = logits[node]  # [vocab]; only read where log-probabilities are wanted
+            own = logits[node]  # [vocab]; read only if log-probabilities are requested
             distribution = (
                 self.sampler.log_distribution(own, self.tokens)
                 if self.limits.processed

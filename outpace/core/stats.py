@@ -1,4 +1,4 @@
-"""Stats: what speculation did, counted. One record, one merge."""
+"""Stats: counters of what speculation did for a request, which can be merged over requests."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Stats:
-    """Counts of a request, or of many merged; times in seconds, of the whole batch that the request was part of."""
+    """Counters of one request, or of many merged; times are seconds of the whole batch that ran the request."""
 
     passes: int = 0
     tokens: int = 0  # committed
     drafted: int = 0
     accepted: int = 0
     offered: list[int] = field(default_factory=list)  # passes whose tree reached depth i + 1 on the chosen path
-    matched: list[int] = field(default_factory=list)  # of those, how many accepted a node there
-    seconds: dict[str, float] = field(default_factory=dict)  # prefill, draft, score, verify, keep
+    matched: list[int] = field(default_factory=list)  # how many of these passes accepted a node there
+    seconds: dict[str, float] = field(default_factory=dict)  # keys: prefill, draft, score, verify, keep
 
     @property
     def tokens_per_pass(self) -> float:
@@ -28,7 +28,7 @@ class Stats:
 
     @property
     def acceptance(self) -> float:
-        """Accepted share of the drafted nodes (in a tree most nodes cannot be accepted)."""
+        """Share of the drafted nodes that were accepted (in a tree, most nodes cannot be)."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -40,7 +40,7 @@ class Stats:
         self.tokens += len(step.tokens)
         self.drafted += step.drafted
         self.accepted += step.accepted
-        for depth in range(min(len(step.path), len(step.tokens))):  # at a further node no choice was made
+        for depth in range(min(len(step.path), len(step.tokens))):  # no choice was made at later nodes
             if not step.layout.children(step.path[depth]):
                 break
             if depth == len(self.offered):
@@ -50,12 +50,12 @@ class Stats:
             self.matched[depth] += depth + 1 < len(step.path)
 
     def spend(self, seconds: dict[str, float]) -> None:
-        """Add the times of a pass that the request was part of."""
+        """Add the times of a pass that included this request."""
         for name, spent in seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
 
     def merge(self, other: Stats) -> Stats:
-        """Both together; times are added too, so merge times of separate runs only."""
+        """Return the sum of both; times are added too, so merge only statistics of separate runs."""
         longest = max(len(self.offered), len(other.offered))
 
         def both(a: list[int], b: list[int]) -> list[int]:
@@ -77,7 +77,7 @@ class Stats:
 
 
 class timed:
-    """Add the seconds of a block to those of its name. A class, since it is short: several run in every pass."""
+    """Add the run time of a `with` block to `seconds[name]`. A class, for speed: several run in every pass."""
 
     __slots__ = ("name", "seconds", "start")
 

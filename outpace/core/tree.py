@@ -1,7 +1,7 @@
-"""Tree: a guess at what comes next, as tokens and parents.
+"""Tree: draft tokens and their parents, the usual layout that a pass scores.
 
 Node 0 is the root: the last committed token, whose key and value are not in the cache yet. Everything else about a
-tree (depths, masks, paths) is derived from `tokens` and `parents`, never passed beside them.
+tree (depths, masks, paths) is derived from `tokens` and `parents` and is never passed separately.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ ROOT = 0
 
 @dataclass(frozen=True)
 class Signal:
-    """What the drafter knew about a node when it proposed it; policies decide and learn from these."""
+    """What the drafter knew about a node when it proposed it. Policies decide and learn from signals."""
 
     prob: float  # the draft's probability of the token
     entropy: float  # of the draft's distribution, in nats
-    top: tuple[float, ...] = ()  # the draft's largest probabilities, in order
+    top: tuple[float, ...] = ()  # the draft's largest probabilities, in descending order
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much may be drafted: `depth` tokens on a path, `nodes` in all, `width` children of a node."""
+    """Limits of a draft: `depth` tokens on a path, `nodes` in total, `width` children per node."""
 
     depth: int
     nodes: int
     width: int = 1
-    model_depth: int | None = None  # how deep a draft model may draft, if that is less than `depth`
-    # Whether a draft model stops at a depth where its best path has this probability.
+    model_depth: int | None = None  # depth limit for a draft model, if lower than `depth`
+    # stop(depth, prob): whether a draft model stops at this depth, where its best path has this probability.
     stop: Callable[[int, float], bool] | None = None
 
     @property
     def levels(self) -> int:
-        """Levels that a draft model drafts."""
+        """Number of levels that a draft model drafts."""
         return self.depth if self.model_depth is None else min(self.model_depth, self.depth)
 
     def within(self, depth: int, trees: bool) -> Budget:
-        """The same budget, no deeper than `depth`, and a chain where the target cannot score trees."""
+        """Return this budget limited to `depth`, and to a chain if the target cannot score trees."""
         depth = max(0, min(self.depth, depth))
         width = self.width if trees else 1
         nodes = min(self.nodes, depth) if width == 1 else self.nodes * (depth > 0)
@@ -56,12 +56,12 @@ OFF = Budget(depth=0, nodes=0)
 
 @dataclass(frozen=True)
 class Decision:
-    """Why so much of a tree is verified: what a policy that weighs guesses against their price expected."""
+    """Why a policy verified this much of a tree: the gain it expected from the draft tokens at their cost."""
 
-    drafted: int  # nodes that were proposed
-    kept: int  # of them, nodes that are verified
-    expected: float  # tokens that the pass commits to this request
-    speedup: float  # of the whole pass, over one without guesses
+    drafted: int  # proposed nodes
+    kept: int  # verified nodes
+    expected: float  # tokens that the pass was expected to commit to this request
+    speedup: float  # of the whole pass over one without draft tokens
     reason: str
 
 
@@ -72,12 +72,11 @@ class Tree(Layout):
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
-    proposals: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # node -> distribution its children were drawn from, [vocab]
-    sources: dict[int, str] = field(default_factory=dict)  # node -> who proposed it, if not simply the drafter
-    probs: dict[int, float] = field(default_factory=dict)  # node -> the drafter's guess at P(right | parent is)
-    trusted: set[int] = field(default_factory=set)  # nodes that the drafter vouches for; the rule `tiered` takes them
+    # node -> distribution its children were sampled from, [vocab]
+    proposals: dict[int, Tensor] = field(default_factory=dict)
+    sources: dict[int, str] = field(default_factory=dict)  # node -> its source, if the drafter has several
+    probs: dict[int, float] = field(default_factory=dict)  # node -> estimated P(accepted | parent accepted)
+    trusted: set[int] = field(default_factory=set)  # nodes that the verifier `tiered` accepts without the target
     decision: Decision | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,18 +88,18 @@ class Tree(Layout):
         for node in range(1, len(self.tokens)):
             siblings = self._children[self.parents[node]]
             if self.tokens[node] in siblings:
-                raise ValueError(f"token {self.tokens[node]} stands twice under node {self.parents[node]}")
+                raise ValueError(f"token {self.tokens[node]} occurs twice under node {self.parents[node]}")
             siblings[self.tokens[node]] = node
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> Tree:
-        """A tree that is one path; the first token is the root."""
+        """Make a tree that is a single path; the first token is the root."""
         return cls(list(tokens), [i - 1 for i in range(len(tokens))])
 
     def add(
         self, parent: int, token: int, signal: Signal | None = None, source: str = "", prob: float | None = None
     ) -> int:
-        """The child of `parent` that carries `token`, made if it is not there."""
+        """Return the child of `parent` with this token, creating it if needed."""
         node = self._children[parent].get(token)
         if node is None:
             node = len(self.tokens)
@@ -117,7 +116,7 @@ class Tree(Layout):
         return node
 
     def add_path(self, tokens: Iterable[int], budget: Budget, probs: Sequence[float] = ()) -> None:
-        """Add a path from the root, as far as the budget goes."""
+        """Add a path from the root, up to the limits of the budget."""
         node = ROOT
         for depth, token in enumerate(tokens):
             known = self.child(node, token)
@@ -130,7 +129,7 @@ class Tree(Layout):
         return self._children[node].get(token)
 
     def children(self, node: int) -> list[int]:
-        """Children in the order in which they were added."""
+        """Return the children in the order in which they were added."""
         return list(self._children[node].values())
 
     @property
@@ -145,7 +144,7 @@ class Tree(Layout):
         return depths
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the root to `node`."""
+        """Return the nodes from the root to `node`."""
         path = []
         while node >= 0:
             path.append(node)
@@ -153,7 +152,7 @@ class Tree(Layout):
         return path[::-1]
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
-        """The longest path, root first, that spells a prefix of `tokens`."""
+        """Return the longest path, root first, whose tokens are a prefix of `tokens`."""
         if not tokens or tokens[0] != self.tokens[ROOT]:
             return []
         path = [ROOT]
@@ -182,7 +181,7 @@ class Tree(Layout):
         return mask[since:]
 
     def trim(self, budget: Budget) -> Tree:
-        """What of the tree fits the budget: the first nodes, shallow enough, at most `width` under each parent."""
+        """Return the part that fits the budget: the first nodes within its depth, at most `width` under each parent."""
         if len(self) == 1:
             return self
         depths, kept, used = self.depths, {ROOT: None}, [0] * len(self)
@@ -196,7 +195,7 @@ class Tree(Layout):
         return self.select(kept)
 
     def select(self, nodes: Collection[int]) -> Tree:
-        """The tree of these nodes alone, in this order: the root first, parents before their children."""
+        """Return the tree of only these nodes, in this order: the root first, parents before their children."""
         if len(nodes) == len(self) and all(node == i for i, node in enumerate(nodes)):
             return self
         place = {node: i for i, node in enumerate(nodes)}

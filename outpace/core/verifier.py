@@ -1,11 +1,11 @@
-"""Verifiers: which nodes of a tree are accepted, and what is emitted.
+"""Verifiers: the rules that accept draft tokens and commit tokens after a pass.
 
 root      node 0: the last committed token, not yet in the cache
-node      a guessed token; its parent is the token before it
-choice    what the target picks at a node, after the tokens on the way to it
-path      the accepted nodes, root first: each is its parent's choice
+node      a draft token; its parent is the token before it
+choice    the token that the target picks at a node, after the tokens on the path to it
+path      the accepted nodes, root first: each is the choice at its parent
 accepted  choices that were found in the tree
-next      the choice at the last accepted node: it is emitted too and becomes the new root
+next      the choice at the last accepted node: it is committed too and becomes the new root
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 
 class Verifier:
-    """Base of all verifiers: what most of them leave as it is."""
+    """Base class of all verifiers, with the defaults that most of them keep."""
 
     lossless: ClassVar[bool] = True
-    shares_noise: ClassVar[bool] = True  # a drafter may draw with the target's own noise
+    shares_noise: ClassVar[bool] = True  # a drafter may sample with the target's own noise
     needs_trees: ClassVar[bool] = False
-    taps: ClassVar[tuple[int, ...]] = ()  # hidden states it reads, as indices of Transformers' `hidden_states`
+    taps: ClassVar[tuple[int, ...]] = ()  # hidden states it reads, as indices into Transformers' `hidden_states`
 
     def prepare(self, seq: Sequence, layout: Layout) -> Layout:
-        """The layout to score: the drafted one, with whatever this rule needs to see."""
+        """Return the layout to score: the drafted one, plus any nodes that this rule needs."""
         return layout
 
     def pick(self, seq: Sequence) -> Pick | None:
-        """A choice that the model may make itself at every node; None when this rule wants to see the logits."""
+        """Return the choice that the model may make itself at every node; None if this rule needs the logits."""
         return None
 
     def verify(self, seq: Sequence, tree: Any, scores: Scores) -> Step:
-        """Commit tokens to `seq` and say which nodes they were. A rule for other layouts than trees says so itself."""
+        """Commit tokens to `seq` and return their nodes; `tree` is a `Tree` unless a rule declares another layout."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Match(Verifier):
-    """The target makes its own choice at a node; descend while the choice is in the tree."""
+    """Let the target make its own choice at each node, and descend while that choice is in the tree."""
 
     def pick(self, seq: Sequence) -> Pick | None:
         return seq.sampler.pick
@@ -55,19 +55,19 @@ class Match(Verifier):
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
         logits = scores.logits
         if scores.picked is not None:
-            return descend(seq, tree, logits, _made(seq, scores.picked.tokens, scores.picked.best))
+            return descend(seq, tree, logits, _lookup(seq, scores.picked.tokens, scores.picked.best))
         if seq.sampler.plain:
             best = logits.all().max(-1)
-            return descend(seq, tree, logits, _made(seq, best.indices.tolist(), best.values.tolist()))
+            return descend(seq, tree, logits, _lookup(seq, best.indices.tolist(), best.values.tolist()))
         return descend(seq, tree, logits, lambda node: seq.sampler.choose(logits[node], seq.tokens))
 
 
-def _made(seq: Sequence, tokens: Seq[int], values: list[float]) -> Callable[[int], int]:
-    """Choices that were made at all nodes at once."""
+def _lookup(seq: Sequence, tokens: Seq[int], values: list[float]) -> Callable[[int], int]:
+    """Return a function that looks up choices already made for all nodes at once."""
 
     def choose(node: int) -> int:
         if not abs(values[node]) < float("inf"):  # false for NaN too
-            raise RequestFailed(f"the model gave non-finite logits at position {len(seq.tokens)}")
+            raise RequestFailed(f"the model returned non-finite logits at position {len(seq.tokens)}")
         return tokens[node]
 
     return choose

@@ -1,1 +1,1 @@
-"""How much to draft: fixed rules, rules that learn, and the controller behind `auto`."""
+"""Draft policies, which decide how much to draft: fixed rules, learned rules, and the controller behind `auto`."""

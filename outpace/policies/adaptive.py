@@ -1,4 +1,4 @@
-"""Policies by rule: depth that follows acceptance, and drafts that stop when the draft is unsure."""
+"""Rule-based policies: a draft depth that adapts to acceptance, and drafts that stop when the draft model is unsure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outpace.policies.judged import examples
 
 @dataclass
 class Heuristic(Policy):
-    """Two deeper when everything was accepted, one shallower when not."""
+    """Draft two tokens deeper after a fully accepted draft, and one less deep after any other."""
 
     start: int = 5
     most: int = 20
@@ -37,11 +37,11 @@ class Heuristic(Policy):
 
 @dataclass
 class Confidence(Policy):
-    """Stop after a token the draft was unsure of; the threshold is refitted from what was accepted and rejected."""
+    """Stop after a token with low draft probability; the threshold is refitted on accepted and rejected tokens."""
 
     threshold: float = 0.4
     refit: bool = True
-    miss_cost: float = 3.0  # a stop that was wrong costs this many drafts that were wrong
+    miss_cost: float = 3.0  # cost of a wrong stop, relative to that of a rejected draft token
     history: int = 512
     _seen: deque[tuple[float, bool]] = field(default_factory=deque, init=False, repr=False)
 
@@ -58,13 +58,13 @@ class Confidence(Policy):
 
 
 def best_threshold(seen: Iterable[tuple[float, bool]], default: float, miss_cost: float) -> float:
-    """The threshold with the least false-positive rate plus `miss_cost` times the false-negative rate."""
+    """Return the threshold that minimizes the false-positive rate plus `miss_cost` times the false-negative rate."""
     ordered = sorted(seen)
     good = sum(accepted for _, accepted in ordered)
     bad = len(ordered) - good
     if len(ordered) <= 5 or not good or not bad:
         return default
-    best, cost = ordered[0][0], 1.0  # accept everything: every rejected draft is a false positive
+    best, cost = ordered[0][0], 1.0  # never stop: every rejected draft token is a false positive
     good_below = bad_below = 0
     for i, (prob, accepted) in enumerate(ordered):
         good_below, bad_below = good_below + accepted, bad_below + (not accepted)
@@ -77,7 +77,7 @@ def best_threshold(seen: Iterable[tuple[float, bool]], default: float, miss_cost
 
 @dataclass
 class Entropy(Policy):
-    """AdaEDL: stop when the bound 1 - sqrt(gamma * H) on acceptance falls under a floor that follows acceptance."""
+    """AdaEDL: stop when the bound 1 - sqrt(gamma * H) on acceptance falls below a floor that adapts to acceptance."""
 
     gamma: float = 0.2
     floor: float = 0.3
@@ -97,4 +97,4 @@ class Entropy(Policy):
         state[0] = min(1.0, max(0.0, 0.9 * state[0] + 0.1 * wish))
 
     def _state(self, seq: Sequence) -> list[float]:
-        return seq.state(self, lambda: [self.floor, self.target])  # the floor, mean acceptance
+        return seq.state(self, lambda: [self.floor, self.target])  # floor, mean acceptance

@@ -1,4 +1,4 @@
-"""Judged drafts: what a draft knew of a token, and whether the target accepted it. Policies learn from these."""
+"""Judged draft tokens: the features of each token and whether the target accepted it. Policies learn from these."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from outpace.core.policy import signal
 from outpace.core.sequence import Step
 from outpace.core.tree import Signal
 
-TOP = 10  # draft probabilities that are features of the learned policy
+TOP = 10  # number of top draft probabilities that are features of the learned policy
 
 
 @dataclass(frozen=True)
 class Example:
-    """A drafted token that the target judged: what the draft knew of it, and whether it was accepted."""
+    """A draft token that the target judged: its signal, its depth, and whether it was accepted."""
 
     signal: Signal
     depth: int
@@ -31,7 +31,7 @@ def features(signal: Signal, depth: int) -> list[float]:
 
 
 def examples(step: Step) -> Iterator[Example]:
-    """Only where a choice was made were guesses judged: not under a rejected node, nor after the end of a request."""
+    """Yield the draft tokens that the target judged: none below a rejected node or after the end of a request."""
     for depth, node in enumerate(step.path[: len(step.tokens)], start=1):
         for child in step.tree.children(node):
             known = signal(step.tree, child)

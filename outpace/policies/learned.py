@@ -1,4 +1,4 @@
-"""The policy "learned": a small classifier predicts acceptance (DISCO)."""
+"""The policy "learned": a small classifier that predicts acceptance (DISCO)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def classifier() -> nn.Sequential:
 
 
 def fit(seen: Iterable[Example], epochs: int = 200, seed: int = 0) -> nn.Sequential:
-    """Train the learned policy's classifier on judged drafts, as DISCO does offline."""
-    rows = list(seen)
-    if not rows:
+    """Train the classifier of the learned policy on judged draft tokens, as DISCO does offline."""
+    data = list(seen)
+    if not data:
         raise UsageError("no examples to fit: run a draft method first and collect `examples(step)`")
-    x = torch.tensor([e.features() for e in rows])
-    y = torch.tensor([float(e.accepted) for e in rows])
+    x = torch.tensor([e.features() for e in data])
+    y = torch.tensor([float(e.accepted) for e in data])
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
         model = classifier()
@@ -41,14 +41,14 @@ def fit(seen: Iterable[Example], epochs: int = 200, seed: int = 0) -> nn.Sequent
 
 @dataclass
 class Learned(Policy):
-    """DISCO: a small classifier on draft features predicts acceptance; stop under the threshold.
+    """DISCO: predict acceptance with a small classifier on draft features, and stop below the threshold.
 
-    Without weights it drafts to the full depth and trains itself on the first drafts that the target judged.
+    Without weights it drafts to full depth until it has trained itself on the first judged draft tokens.
     """
 
     threshold: float = 0.5
     weights: str | Path | None = None  # a safetensors file written by `save`
-    refit_every: int = 256  # examples between two trainings of a policy that came without weights; 0: never
+    refit_every: int = 256  # examples between two trainings of a policy without weights; 0: never
     _model: nn.Sequential | None = field(default=None, init=False, repr=False)
     _seen: deque[Example] = field(default_factory=lambda: deque(maxlen=4096), init=False, repr=False)
     _new: int = field(default=0, init=False, repr=False)
@@ -63,7 +63,7 @@ class Learned(Policy):
 
     @classmethod
     def trained(cls, seen: Iterable[Example], threshold: float = 0.5) -> Learned:
-        """A policy fitted ahead, on `examples(step)` of earlier runs."""
+        """Return a policy trained in advance, on `examples(step)` of earlier runs."""
         policy = cls(threshold=threshold, refit_every=0)
         policy._model = fit(seen)
         return policy

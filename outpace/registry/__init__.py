@@ -1,7 +1,7 @@
-"""Methods, policies, rules of acceptance and loaders by name, imported when they are used.
+"""Registry: methods, policies, verifiers and loaders by name, imported on first use.
 
-A package of your own adds methods through the entry point group "outpace.methods" (name = "module:Class"). What there
-is, and with which options, is known without importing anything: `catalogue`.
+Other packages add methods through the entry point group "outpace.methods" (name = "module:Class"). `catalogue` lists
+everything with its options, without importing it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ VERIFIERS: dict[str, str] = {
     "contrastive": "outpace.verifiers.contrastive:Contrastive",
 }
 
-# By name: a pattern, or a file that a folder of this name holds. The first that matches loads the model.
+# A key is a pattern for the model name, or the name of a file in the model folder. The first match loads the model.
 LOADERS: dict[str, str] = {
     "*.gguf": "outpace.api.load_gguf:load",
     "*": "outpace.api.load_transformers:load",
@@ -68,18 +68,18 @@ NESTED = re.compile(r"\s*\w+\s*=\s*\w+:\w+=")
 
 
 def methods() -> dict[str, str]:
-    """Names and where they are: ours, then what installed packages add."""
+    """Return method names and their "module:Class", with the methods of installed packages last."""
     return METHODS | installed()
 
 
-@cache  # to read what all installed packages say of themselves takes longer than a pass
+@cache  # reading the metadata of all installed packages takes longer than a pass
 def installed() -> dict[str, str]:
-    """The methods that other packages add."""
+    """Return the methods that other packages add."""
     return {point.name: point.value for point in entry_points(group="outpace.methods")}
 
 
 def loader(name: str) -> Callable[..., Any]:
-    """The function that loads a model of this name; loaders of installed packages are asked first."""
+    """Return the function that loads a model of this name; loaders of installed packages take precedence."""
     added = {point.name: point.value for point in entry_points(group="outpace.loaders")}
     place = next(place for pattern, place in (added | LOADERS).items() if _matches(name, pattern))
     module, _, attribute = place.partition(":")
@@ -92,12 +92,12 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def names(kind: str) -> dict[str, str]:
-    """Names and places of all methods, policies or verifiers; `kind` is in the singular."""
+    """Return the names and "module:Class" of all methods, policies or verifiers; `kind` is singular."""
     return {"method": methods, "policy": lambda: POLICIES, "verifier": lambda: VERIFIERS}[kind]()
 
 
 def find(name: str, kind: str = "method") -> type[Any]:
-    """The class of this name."""
+    """Return the class registered under this name."""
     known = names(kind)
     if name not in known:
         raise unknown(kind, name, known)
@@ -106,26 +106,26 @@ def find(name: str, kind: str = "method") -> type[Any]:
 
 
 def name_of(thing: object, kind: str) -> str:
-    """The name under which the class of an object is known, or that of the class."""
+    """Return the registered name of an object's class, or else the class name."""
     place = f"{type(thing).__module__}:{type(thing).__qualname__}"
     return next((name for name, known in names(kind).items() if known == place), type(thing).__name__)
 
 
 def options(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    """The options of a method, policy or verifier: its dataclass fields."""
+    """Return the options of a method, policy or verifier: its dataclass fields."""
     return {f.name: f for f in dataclasses.fields(cls) if f.init} if dataclasses.is_dataclass(cls) else {}
 
 
 def required(cls: type) -> list[str]:
-    """The options that have no default."""
+    """Return the options without a default."""
     missing = dataclasses.MISSING
     return [f.name for f in options(cls).values() if f.default is missing and f.default_factory is missing]
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of "name" or "name:option=value,option=value".
+    """Parse "name" or "name:option=value,option=value" into the name and its options.
 
-    A value may be a method with options of its own, which then takes all that follows: "graft:inner=draft:width=4".
+    A value may be a method with its own options, which takes all of the remaining text: "graft:inner=draft:width=4".
     """
     name, _, rest = spec.partition(":")
     pairs = [pair.partition("=") for pair in _pairs(rest)]
@@ -155,7 +155,7 @@ def _value(text: str) -> Any:
 
 
 def build(kind: str, name: str, cls: type, given: dict[str, Any]) -> Any:
-    """An object of `cls` with these options; a wrong one is named, with the nearest right one."""
+    """Create a `cls` with these options; the error for an unknown option suggests the closest known one."""
     known = options(cls)
     for option in given:
         if option not in known:
@@ -173,7 +173,7 @@ def method(name: str, **given: Any) -> Drafter:
 
 
 def inner(given: str | Drafter | None, draft: Any) -> Drafter:
-    """The method that another one wraps: an object, or "name:option=value,..."; None: what can run here."""
+    """Return the method that another one wraps. None means `draft` if there is a draft model, else `suffix`."""
     if given is not None and not isinstance(given, str):
         return given
     name, known = parse(given or ("suffix" if draft is None else "draft"))
@@ -183,7 +183,7 @@ def inner(given: str | Drafter | None, draft: Any) -> Drafter:
 
 
 def lossless_options(name: str) -> dict[str, object] | None:
-    """The options with which a method keeps the distribution: none for most; None where it never does."""
+    """Return the options with which a method is lossless: empty for most methods, None if it never is."""
     cls = find(name)
     return {} if cls.lossless else cls.lossless_if or None
 

@@ -1,7 +1,7 @@
-"""Catalogue: what every method, policy and verifier is, and which options it has, without importing one of them.
+"""Catalogue: descriptions and options of all methods, policies and verifiers, available without importing them.
 
-`catalogue.json` is written from the classes by `python -m outpace.registry.catalogue`; a test compares the two. So
-help, lists and wrong options take no time, and need no torch.
+`python -m outpace.registry.catalogue` writes `catalogue.json` from the classes, and a test compares the two. So help
+texts, lists and errors about options are fast and need no torch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PLAIN_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """A method, policy or verifier: in a sentence, with its options and their defaults."""
+    """A method, policy or verifier: a one-sentence description, its options and their defaults."""
 
     about: str
     lossless: bool
     lossless_if: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)  # "required" where there is no default
-    types: dict[str, str] = field(default_factory=dict)  # of the options, as annotated
+    options: dict[str, Any] = field(default_factory=dict)  # defaults; "required" if there is none
+    types: dict[str, str] = field(default_factory=dict)  # annotated types of the options
 
     @classmethod
     def describe(cls, described: type) -> CatalogueEntry:
@@ -52,18 +52,20 @@ class CatalogueEntry:
 
 
 @cache
-def _ours() -> dict[str, dict[str, CatalogueEntry]]:
+def _shipped() -> dict[str, dict[str, CatalogueEntry]]:
     found = json.loads(FILE.read_text(encoding="utf-8"))
     return {kind: {name: CatalogueEntry(**entry) for name, entry in entries.items()} for kind, entries in found.items()}
 
 
 def entries(kind: str) -> dict[str, CatalogueEntry]:
-    """All of a kind: "method", "policy" or "verifier". Only what is not ours is imported for it."""
+    """Return all entries of a kind: "method", "policy" or "verifier". Only classes of other packages are imported."""
     plural = next(plural for plural, singular in KINDS.items() if singular == kind)
-    ours, places = _ours()[plural], registry.names(kind)
+    shipped, places = _shipped()[plural], registry.names(kind)
     added = registry.installed() if kind == "method" else {}
     return {
-        name: ours[name] if name in ours and name not in added else CatalogueEntry.describe(registry.find(name, kind))
+        name: shipped[name]
+        if name in shipped and name not in added
+        else CatalogueEntry.describe(registry.find(name, kind))
         for name in places
     }
 
@@ -76,7 +78,7 @@ def entry(kind: str, name: str) -> CatalogueEntry:
 
 
 def check(kind: str, spec: str, given: Mapping[str, Any] | None = None, provided: Iterable[str] = ()) -> None:
-    """Refuse a name, an option or a kind of value that cannot be; `provided` are options that are filled in later."""
+    """Raise an error for an unknown name or option or a wrong type; `provided` options are filled in later."""
     name, options = registry.parse(spec)
     options |= given or {}
     known = entry(kind, name)
@@ -85,20 +87,20 @@ def check(kind: str, spec: str, given: Mapping[str, Any] | None = None, provided
             raise unknown(f"option of {kind} {name!r}", option, known.options)
         kinds = [part.strip() for part in known.types[option].split("|")]
         if all(k in PLAIN_TYPES for k in kinds) and not _fits(value, kinds):
-            raise UsageError(f"{option}={value!r} of {kind} {name!r} should be {known.types[option]}")
+            raise UsageError(f"{option}={value!r} of {kind} {name!r} must be {known.types[option]}")
     missing = [option for option in known.required if option not in {*options, *provided}]
     if missing:
         raise UsageError(f"{kind} {name!r} needs {', '.join(missing)}; pass {missing[0]}=...")
 
 
 def _fits(value: Any, kinds: list[str]) -> bool:
-    if isinstance(value, bool):  # which Python takes for an int
+    if isinstance(value, bool):  # a bool is an int in Python
         return "bool" in kinds
     return isinstance(value, tuple(cls for kind in kinds for cls in PLAIN_TYPES[kind]))
 
 
 def described() -> dict[str, dict[str, dict[str, Any]]]:
-    """Everything of ours, from the classes."""
+    """Return the entries of all classes in Outpace, as written to `catalogue.json`."""
     return {
         plural: {
             name: asdict(CatalogueEntry.describe(registry.find(name, kind)))

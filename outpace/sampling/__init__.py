@@ -1,1 +1,1 @@
-"""From logits to the target's token: processors, filters, and noise keyed by seed and position."""
+"""Sampling: from logits to the chosen token by processors, filters, and noise keyed by seed and position."""

@@ -1,7 +1,7 @@
-"""Grammar: output that follows a JSON schema, a regular expression or a Lark grammar, by llguidance.
+"""Grammar: constrains the output to a JSON schema, a regular expression or a Lark grammar, with llguidance.
 
-A grammar is a processor like any other. Its parser has a state, but that is only a cache: it is moved, back or on, to
-the prefix it is asked about, so the nodes of a tree may be asked about in any order.
+A grammar is a processor like any other. The state of its parser is only a cache: it moves back or forward to the prefix
+of each call, so the nodes of a tree can be processed in any order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class GrammarCompiler:
-    """Makes the grammars of one tokenizer: hold on to it, for the first grammar has the whole vocabulary indexed.
+    """Compiles grammars for one tokenizer. Reuse it, because the first grammar indexes the whole vocabulary.
 
-    `vocab` is the size of the model's logits, often more than the tokenizer has; `stops` are the tokens that may end a
+    `vocab` is the size of the model's logits, often larger than the tokenizer. `stops` are the tokens that may end a
     complete output, by default the tokenizer's own.
     """
 
@@ -41,11 +41,13 @@ class GrammarCompiler:
         grammar: str | None = None,
         start: int,
     ) -> Grammar:
-        """The grammar of an output whose first token is at index `start`; exactly one source must be given."""
+        """Compile the grammar of an output whose first token has index `start`, from exactly one source."""
         given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
         names = [name for name, source in given.items() if source is not None]
         if len(names) != 1:
-            raise UsageError(f"a grammar is one of json_schema, regex and grammar, got {' and '.join(names) or 'none'}")
+            raise UsageError(
+                f"a grammar needs exactly one of json_schema, regex and grammar, got {' and '.join(names) or 'none'}"
+            )
         index, source = self._index, _source(names[0], given[names[0]])
         from llguidance import LLMatcher
 
@@ -64,25 +66,25 @@ class GrammarCompiler:
 
         tokenizer = getattr(self.tokenizer, "whole", self.tokenizer)
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise UsageError(f"grammars need a fast tokenizer, and {type(tokenizer).__name__} is not one")
-        size = max(self.vocab, len(self.tokenizer))  # a model may also have fewer logits than its tokenizer has tokens
+            raise UsageError(f"grammars need a fast tokenizer, but {type(tokenizer).__name__} is not one")
+        size = max(self.vocab, len(self.tokenizer))  # some models have fewer logits than their tokenizer has tokens
         try:
             return from_tokenizer(tokenizer, n_vocab=size, eos_token=list(self.stops) or None)
         except ValueError as wrong:
-            raise UsageError(f"grammars cannot use this tokenizer: {wrong}") from wrong
+            raise UsageError(f"llguidance cannot use this tokenizer: {wrong}") from wrong
 
 
 class Grammar:
-    """Masks the tokens with which the output would leave the grammar; once it is complete, only stops are left.
+    """Masks the tokens that would violate the grammar; once the output is complete, only stop tokens are left.
 
-    After tokens that had left it already (a rejected branch of a tree) only stops are allowed too: such a node is
-    never reached, and its distribution must still be one.
+    Only stop tokens are also allowed after a prefix that already violates the grammar (in a rejected branch of a tree).
+    Such a node is never reached, but it still needs a valid distribution.
     """
 
     def __init__(self, matcher: LLMatcher, stops: Sequence[int], start: int):
         self._fresh = matcher
         self._matcher = matcher.deep_copy()
-        self._consumed: list[int] = []  # what the matcher has seen
+        self._consumed: list[int] = []  # tokens that the matcher has consumed
         self._stops = frozenset(stops)
         self._start = start
 
@@ -90,11 +92,11 @@ class Grammar:
         return logits.masked_fill(~self._allowed(prefix[self._start :], logits), -torch.inf)  # [vocab] -> [vocab]
 
     def _allowed(self, output: list[int], logits: Tensor) -> Tensor:
-        """Which tokens may follow `output`."""  # [vocab], bool
+        """Return the mask of tokens that may follow `output`."""  # [vocab], bool
         if not self._sync(output):
             stops = torch.tensor([t for t in self._stops if t < logits.numel()], dtype=torch.long, device=logits.device)
             return torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, stops, True)
-        bias = bytearray(self._matcher.compute_logit_bias())  # one byte per token, 0 where it is not allowed
+        bias = bytearray(self._matcher.compute_logit_bias())  # one byte per token, 0 if it is not allowed
         self._check()
         mask = torch.zeros(logits.numel(), dtype=torch.bool)
         known = torch.frombuffer(bias, dtype=torch.uint8)[: mask.numel()]
@@ -102,25 +104,25 @@ class Grammar:
         return mask.to(logits.device)
 
     def _sync(self, output: list[int]) -> bool:
-        """Bring the matcher to where `output` ends; False when the grammar does not go that way."""
+        """Move the matcher to the end of `output`; return False if `output` violates the grammar."""
         shared = _shared(self._consumed, output)
         if shared < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - shared)
-        # Not `consume_tokens`: that one breaks the matcher at a wrong token, and miscounts a stop after the end.
+        # Not `consume_tokens`: it breaks the matcher at a wrong token, and miscounts a stop token after the end.
         taken = self._matcher.try_consume_tokens(output[shared:]) if shared < len(output) else 0
         self._consumed = output[: shared + taken]
         self._check()
         return len(self._consumed) == len(output)
 
     def _check(self) -> None:
-        """Fail the request where llguidance gives up, with a matcher that still works at other prefixes."""
+        """Fail the request if llguidance gave up, and reset the matcher so that it still works for other prefixes."""
         if self._matcher.is_error():
             message, self._matcher, self._consumed = _message(self._matcher), self._fresh.deep_copy(), []
             raise RequestFailed(f"the grammar cannot be followed: {message}")
 
 
 def _source(kind: str, source: Any) -> str:
-    """The grammar as llguidance wants it; whether it is valid shows when it is compiled."""
+    """Return the grammar in the format of llguidance, which validates most of it only on compilation."""
     from llguidance import LLMatcher
 
     try:
@@ -133,11 +135,11 @@ def _source(kind: str, source: Any) -> str:
 
 
 def _message(matcher: LLMatcher) -> str:
-    return str(matcher.get_error()).partition("\n<state>")[0].strip()  # after it comes the state of the parser
+    return str(matcher.get_error()).partition("\n<state>")[0].strip()  # drop the parser state that follows
 
 
 def _shared(a: list[int], b: list[int]) -> int:
-    """How many first tokens are the same."""
+    """Return the length of the common prefix."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:  # the usual case, at the speed of C
         return length

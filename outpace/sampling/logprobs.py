@@ -1,4 +1,4 @@
-"""Log-probabilities of a token, as requests report them."""
+"""Log-probabilities of a token, as reported by requests."""
 
 from __future__ import annotations
 

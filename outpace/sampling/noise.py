@@ -1,7 +1,7 @@
 """Keyed noise: random numbers that are a pure function of (seed, position, token).
 
-The same choice is made in any batch, on any device, with or without speculation. Only 32-bit integer arithmetic is
-used, so that a kernel can repeat it; `mix` works on Python ints and on int64 tensors and arrays alike.
+The choices are therefore the same in any batch, on any device, with or without speculation. Only 32-bit integer
+arithmetic is used, so that kernels can reproduce it. `mix` works on Python ints, int64 tensors and int64 arrays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def mix(x: Words) -> Words:
 
 
 def keys(seed: int, *counters: int) -> tuple[int, int]:
-    """Two words that depend on all of `seed` (64 bits) and of each counter."""
+    """Return two 32-bit words that depend on all 64 bits of `seed` and on each counter."""
     a, b = 0x9E3779B9, 0x7F4A7C15
     for word in (seed & WORD, (seed >> 32) & WORD, *counters):
         a, b = _absorb(a, b, word)
@@ -40,21 +40,21 @@ def _absorb(a: Words, b: Words, word: Words) -> tuple[Words, Words]:
 
 
 def words(seed: int, positions: Tensor, salt: int = 0) -> Tensor:
-    """`keys` of many positions at once."""  # int64 [n] -> [n, 2]
+    """Return `keys` for many positions at once."""  # int64 [n] -> [n, 2]
     a, b = keys(seed)
-    rows = torch.full_like(positions, a), torch.full_like(positions, b)
+    pair = torch.full_like(positions, a), torch.full_like(positions, b)
     for word in (positions, torch.full_like(positions, salt)):
-        rows = _absorb(*rows, word)
-    return torch.stack(rows, dim=-1)
+        pair = _absorb(*pair, word)
+    return torch.stack(pair, dim=-1)
 
 
-@lru_cache(maxsize=4096)  # every pass of a request asks for that of its seed
+@lru_cache(maxsize=4096)  # every pass of a request needs the words of its seed
 def _start(seed: int) -> tuple[int, int]:
     return keys(seed)
 
 
 def words_of(seeds: Sequence[int], positions: Array) -> Array:
-    """The same on the host, where every position has a seed of its own."""  # [n] -> [n, 2]
+    """Compute `words` on the host, with a separate seed for each position."""  # [n] -> [n, 2]
     a, b = np.array([_start(seed) for seed in seeds], dtype=np.int64).T
     for word in (positions, np.zeros_like(positions)):
         a, b = _absorb(a, b, word)
@@ -62,13 +62,13 @@ def words_of(seeds: Sequence[int], positions: Array) -> Array:
 
 
 def uniform(seed: int, *counters: int) -> float:
-    """One number in (0, 1)."""
+    """Return one uniform number in (0, 1)."""
     a, b = keys(seed, *counters)
     return (mix(a ^ b) + 0.5) / 2**32
 
 
 def gumbel(tokens: Tensor, seed: int, position: int, salt: int = 0) -> Tensor:
-    """Standard Gumbel noise for each of `tokens`, in float64."""  # int64 [n] -> [n]
+    """Return standard Gumbel noise for each of `tokens`, in float64."""  # int64 [n] -> [n]
     a, b = keys(seed, position, salt)
     words = mix(mix((tokens * 0x9E3779B1 + a) & WORD) ^ b)
     return -torch.log(-torch.log((words.double() + 0.5) / 2**32))

@@ -1,7 +1,7 @@
-"""Noise rules: how a token is drawn from a distribution with the noise of its position.
+"""Noise rules: how a token is sampled from a distribution with the noise of its position.
 
-A rule gives every token a score, and the token with the largest score is the draw. So drafts can rank their candidates
-as the target will, whatever the rule is.
+A rule scores every token, and the token with the highest score is the sample. So with any rule, a drafter can rank its
+candidates as the target will.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from outpace.sampling.noise import gumbel, uniform
 
-KEPT = 16  # positions whose noise is kept
+KEPT = 16  # number of positions whose noise is cached
 
 
 class NoiseRule(Protocol):
-    """Draws from softmax(logits) with noise that depends on the seed and the position alone."""
+    """Samples from softmax(logits) with noise that depends only on the seed and the position."""
 
     def scores(self, logits: Tensor, seed: int, position: int, salt: int = 0) -> Tensor:
-        """A score for each token, whose largest is the draw; tokens that cannot be drawn have -inf."""
+        """Return a score per token: the highest is the sample; tokens with probability 0 have -inf."""
         # [..., vocab] -> [..., vocab]
 
 
 class GumbelRule:
-    """The largest logit after Gumbel noise: the order of the scores is a draw without replacement."""
+    """Adds Gumbel noise to the logits: the order of the scores is a sample without replacement."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int, int, int, torch.device], Tensor] = {}  # noise of a position, [vocab]
@@ -40,7 +40,7 @@ class GumbelRule:
         return scores.index_copy_(-1, alive, logits[..., alive].double() + noise)
 
     def _noise(self, logits: Tensor, seed: int, position: int, salt: int) -> Tensor:  # [vocab]
-        """Drafts and the target ask for the noise of a position again and again, so it is kept for a while."""
+        """Return the noise of a position, cached because drafts and the target use it several times."""
         vocab, device = logits.shape[-1], logits.device
         key = seed, position, salt, vocab, device
         if key not in self._kept:
@@ -51,9 +51,9 @@ class GumbelRule:
 
 
 class InverseCDFRule:
-    """The token whose part of the cumulated probabilities holds one uniform number, as push-forward models learn it.
+    """Samples the token whose interval of the CDF contains one uniform number, as push-forward models learn it.
 
-    The scores of all others fall with the distance of their parts from that number.
+    The scores of the other tokens fall with the distance of their intervals from that number.
     """
 
     def scores(self, logits: Tensor, seed: int, position: int, salt: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Processors: what changes logits before a choice. Each is a pure function of (prefix, logits)."""
+"""Logits processors, such as penalties and banned sequences. Each is a pure function of (prefix, logits)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LogitBias:
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """Shrink the logits of every token of the prompt and the output, as Transformers does."""
+    """Lower the logits of every token of the prompt and the output, as Transformers does."""
 
     penalty: float
 
@@ -39,11 +39,11 @@ class RepetitionPenalty:
 
 @dataclass(frozen=True)
 class CountPenalty:
-    """Presence and frequency penalties over the output, as in OpenAI's API."""
+    """Apply presence and frequency penalties over the output, as in OpenAI's API."""
 
     presence: float
     frequency: float
-    start: int  # where the output begins
+    start: int  # index at which the output begins
 
     def __call__(self, prefix: list[int], logits: Tensor) -> Tensor:
         counts = Counter(prefix[self.start :])
@@ -56,7 +56,7 @@ class CountPenalty:
 
 @dataclass(frozen=True)
 class MinTokens:
-    """No stop token before `count` tokens are out."""
+    """Forbid stop tokens until the output has `count` tokens."""
 
     count: int
     start: int
@@ -70,7 +70,7 @@ class MinTokens:
 
 @dataclass(frozen=True)
 class Banned:
-    """Token sequences that must not appear."""
+    """Forbid the last token of each banned sequence wherever the sequence would be completed."""
 
     sequences: tuple[tuple[int, ...], ...]
 
@@ -83,7 +83,7 @@ class Banned:
 
 @dataclass(frozen=True)
 class CustomProcessor:
-    """A Transformers `LogitsProcessor`, or any callable of (input_ids [1, n], scores [1, vocab])."""
+    """Call a Transformers `LogitsProcessor`, or any function of (input_ids [1, n], scores [1, vocab])."""
 
     function: Callable[[Tensor, Tensor], Tensor]
 
@@ -94,7 +94,7 @@ class CustomProcessor:
 
 @dataclass(frozen=True)
 class Constraints:
-    """Constraints of one request beside its `Sampling`, already in token ids."""
+    """Constraints of one request besides its `Sampling`, already in token ids."""
 
     min_tokens: int = 0
     stops: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class Constraints:
 
 
 def build(sampling: Sampling, rules: Constraints, start: int, vocab: int) -> list[Processor]:
-    """The processors of a request whose output begins at `start`; the grammar comes last and has the last word."""
+    """Build the processors of a request whose output begins at `start`; the grammar comes last, so it prevails."""
     _check_ids("logit_bias", sampling.logit_bias, vocab)
     _check_ids("bad_words", [token for sequence in rules.bad_words for token in sequence], vocab)
     _check_ids("stop_token_ids", rules.stops, vocab)
@@ -130,4 +130,4 @@ def build(sampling: Sampling, rules: Constraints, start: int, vocab: int) -> lis
 def _check_ids(name: str, ids: Sequence[int] | dict[int, float], vocab: int) -> None:
     wrong = [token for token in ids if not 0 <= token < vocab]
     if wrong:
-        raise UsageError(f"{name}: token {wrong[0]} is not in the vocabulary of {vocab}")
+        raise UsageError(f"{name}: token {wrong[0]} is not in the vocabulary of {vocab} tokens")

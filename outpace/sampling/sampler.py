@@ -1,4 +1,4 @@
-"""Sampler: the distribution from which the target chooses, and the choice itself, by keyed noise.
+"""Sampler: computes the distribution of the next token from logits, and samples from it with keyed noise.
 
 A processor is a pure function of the prefix and the logits, so it can run at any node of a tree. The choice at a node
 is `argmax(logits)`, or `argmax(logits + gumbel(seed, position, token))`, which is a sample of softmax(logits).
@@ -21,23 +21,23 @@ from outpace.sampling.settings import Sampling
 
 
 class Processor(Protocol):
-    """Logits of the token that follows `prefix`, changed."""
+    """Changes the logits of the token after `prefix`."""
 
     def __call__(self, prefix: list[int], logits: Tensor) -> Tensor: ...  # [vocab] -> [vocab]
 
 
 @dataclass(frozen=True)
 class Pick:
-    """A choice that needs no prefix: a model can make it at every node of a tree at once, where its logits are."""
+    """A choice that depends on no prefix, so a model can make it on its device for all nodes of a tree at once."""
 
     seed: int
     temperature: float  # 0 is greedy
     filters: tuple[Filter, ...] = ()
-    rule: str = GUMBEL  # how noise becomes a draw; a model that does not know the rule leaves the choice to the host
+    rule: str = GUMBEL  # name of the noise rule; a model that does not support it leaves the choice to the host
 
 
 class Sampler:
-    """One request's choices: processors, then temperature and the filters, then noise."""
+    """Makes the choices of one request: processors, then temperature and filters, then noise."""
 
     def __init__(self, sampling: Sampling, processors: Sequence[Processor] = (), stream: int = 0, rule: str = GUMBEL):
         self.sampling = sampling
@@ -54,18 +54,18 @@ class Sampler:
 
     @property
     def plain(self) -> bool:
-        """True when the choice is the largest raw logit, so that all nodes can be chosen at once."""
+        """True if the choice is the argmax of the raw logits, so that one call can choose at all nodes."""
         return self.greedy and not self.processors
 
     @property
     def pick(self) -> Pick | None:
-        """The choice, if it is the same whatever the prefix was."""
+        """The choice as a `Pick`, or None if it depends on the prefix."""
         if self.processors:
             return None
         return Pick(self.seed, self.sampling.temperature, () if self.greedy else self.filters, self.rule)
 
     def process(self, logits: Tensor, prefix: list[int]) -> Tensor:
-        """Logits of the distribution of the token that follows `prefix`; -inf where it cannot be."""
+        """Return the final logits of the token after `prefix`; excluded tokens have -inf."""
         # [vocab] -> [vocab]
         return self._filtered(self._processed(logits, prefix))
 
@@ -73,23 +73,23 @@ class Sampler:
         """Logits after the processors, before the temperature and the filters."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if not torch.isfinite(logits.max()):
-            raise RequestFailed(f"the model gave non-finite logits at position {len(prefix)}")
+            raise RequestFailed(f"the model returned non-finite logits at position {len(prefix)}")
         for process in self.processors:
             logits = process(prefix, logits)
         best = logits.max()
         if best == -torch.inf:
             raise RequestFailed(f"no token is allowed at position {len(prefix)}: the constraints exclude all of them")
         if not torch.isfinite(best):
-            raise RequestFailed(f"a processor gave non-finite logits at position {len(prefix)}")
+            raise RequestFailed(f"a processor returned non-finite logits at position {len(prefix)}")
         return logits
 
     def process_batch(self, logits: Tensor, prefixes: Sequence[list[int]]) -> Tensor:
-        """The same of several prefixes; at once, unless a processor has to see each."""  # [n, vocab] -> [n, vocab]
+        """Run `process` for several prefixes, in one call unless there are processors."""  # [n, vocab] -> [n, vocab]
         if self.processors:
             return torch.stack([self.process(row, prefix) for row, prefix in zip(logits, prefixes, strict=True)])
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if not torch.isfinite(logits.amax(-1)).all():
-            raise RequestFailed(f"the model gave non-finite logits at position {len(prefixes[0])}")
+            raise RequestFailed(f"the model returned non-finite logits at position {len(prefixes[0])}")
         return self._filtered(logits)
 
     def _filtered(self, logits: Tensor) -> Tensor:  # [..., vocab] -> [..., vocab]
@@ -101,7 +101,7 @@ class Sampler:
         return logits
 
     def choose(self, logits: Tensor, prefix: list[int]) -> int:
-        """The token that follows `prefix`."""
+        """Return the chosen token after `prefix`."""
         if self.processors:
             logits = self._processed(logits, prefix)
         found = self._chosen(logits, len(prefix))
@@ -111,31 +111,31 @@ class Sampler:
         return int(self.noised(processed, len(prefix)).argmax())
 
     def _chosen(self, logits: Tensor, position: int) -> int | None:
-        """The same choice by compiled code, where that is certain of it."""
+        """Return the same choice by compiled code, or None where that code is not certain."""
         if self.greedy or self.rule != GUMBEL:
             return None
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return native.choose(logits, self.sampling, self.seed, position)
 
     def noised(self, processed: Tensor, position: int, salt: int = 0) -> Tensor:
-        """Scores whose largest is the draw at a position, in the order in which drafts rank them; greedy adds no noise.
+        """Return the scores that rank tokens at a position: the highest is the sample. Greedy decoding adds no noise.
 
-        A draft that may not know the target's noise gives a `salt`. It always draws with Gumbel noise, because only
-        that orders several draws without replacement.
+        A draft that may not use the target's noise passes a `salt`. It always gets Gumbel noise, because only this
+        ranks several samples without replacement.
         """  # [..., vocab] -> [..., vocab]
         if self.greedy:
             return processed
         return (self._rule if not salt else self._gumbel).scores(processed, self.seed, position, salt)
 
     def distribution(self, logits: Tensor, prefix: list[int]) -> Tensor:
-        """Probabilities of the token that follows `prefix`, in float64."""  # [vocab] -> [vocab]
+        """Return the probabilities of the token after `prefix`, in float64."""  # [vocab] -> [vocab]
         logits = self.process(logits, prefix)
         if self.greedy:
             return torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, logits.argmax(), 1.0)
         return logits.double().softmax(-1)
 
     def log_distribution(self, logits: Tensor, prefix: list[int]) -> Tensor:
-        """The logarithms of `distribution`, precise for unlikely tokens too."""  # [vocab] -> [vocab]
+        """Return the logarithm of `distribution`, also precise for unlikely tokens."""  # [vocab] -> [vocab]
         if self.greedy:
             return self.distribution(logits, prefix).log()
         return self.process(logits, prefix).double().log_softmax(-1)
@@ -144,13 +144,13 @@ class Sampler:
         return uniform(self.seed, *counters)
 
 
-# Filters, in Transformers' order and with its rules, on the logits of one position or of many. They are records: a
-# model can read what they ask for, and choose in its own way.
+# Filters on the logits of one position or many, in Transformers' order and with its rules. They are plain records, so a
+# model can read their settings and implement them in its own way.
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Keep the likeliest tokens, and those that are as likely as the last of them."""
+    """Keep the `count` likeliest tokens, and all tokens tied with the last of them."""
 
     count: int
 
@@ -160,7 +160,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class TopP:
-    """Keep the smallest set of likely tokens that holds `mass`."""
+    """Keep the smallest set of the likeliest tokens whose probability reaches `mass`."""
 
     mass: float
 
@@ -170,7 +170,7 @@ class TopP:
 
 @dataclass(frozen=True)
 class MinP:
-    """Keep the tokens that are at least this share as likely as the likeliest."""
+    """Keep the tokens with at least `share` times the probability of the likeliest token."""
 
     share: float
 
@@ -181,7 +181,7 @@ class MinP:
 
 @dataclass(frozen=True)
 class TypicalP:
-    """Keep the tokens whose surprise is nearest to the entropy, up to `mass`."""
+    """Keep the tokens whose surprisal is closest to the entropy, until they reach `mass`."""
 
     mass: float
 
@@ -193,13 +193,13 @@ Filter = TopK | TopP | MinP | TypicalP
 
 
 def _filters(s: Sampling) -> tuple[Filter, ...]:
-    asked: list[tuple[bool, Filter]] = [
+    filters: list[tuple[bool, Filter]] = [
         (s.top_k > 0, TopK(s.top_k)),
         (s.top_p < 1, TopP(s.top_p)),
         (s.min_p > 0, MinP(s.min_p)),
         (s.typical_p < 1, TypicalP(s.typical_p)),
     ]
-    return tuple(keep for wanted, keep in asked if wanted)
+    return tuple(keep for wanted, keep in filters if wanted)
 
 
 def _drop(logits: Tensor, out: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sampling: how tokens are chosen, as a record that is checked when it is made."""
+"""Sampling: the sampling settings of a request, validated when they are created."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from outpace.errors import UsageError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; temperature 0 is greedy."""
+    """Sampling settings; temperature 0 is greedy decoding."""
 
     temperature: float = 0.0
-    top_k: int = 0  # 0 keeps all
+    top_k: int = 0  # 0 keeps all tokens
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
@@ -34,10 +34,10 @@ class Sampling:
             "presence_penalty": True,
             "frequency_penalty": True,
         }
-        try:  # JSON has no keys but strings
+        try:  # JSON keys are always strings
             object.__setattr__(self, "logit_bias", {int(token): float(b) for token, b in self.logit_bias.items()})
         except (ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"logit_bias is a mapping of token ids to numbers, got {self.logit_bias!r}") from error
+            raise UsageError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}") from error
         for name, good in checks.items():
             value = getattr(self, name)
             if not good or not math.isfinite(value):

@@ -1,1 +1,1 @@
-"""Files on disk that are written whole or not at all: the cache folder, JSON lines, trained weights."""
+"""Storage on disk: the cache folder, atomic file writes, JSON lines, downloads and trained weights."""

@@ -1,4 +1,4 @@
-"""Downloads of pinned files: from https:// or file://, hashed while they are written, refused when they are others."""
+"""Downloads of pinned files from https:// or file://, checked against their SHA-256 while they are written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outpace.errors import OutpaceError, UsageError
 
 BLOCK = 1 << 20  # bytes per read
 TIMEOUT = 60.0  # seconds without a byte
-# Neither http nor ftp, to which a server could send us on.
+# No handlers for http and ftp, so that a server cannot redirect to them.
 HANDLERS = (
     web.ProxyHandler, web.UnknownHandler, web.HTTPDefaultErrorHandler, web.HTTPRedirectHandler, web.FileHandler,
     web.HTTPSHandler, web.HTTPErrorProcessor,
@@ -20,33 +20,33 @@ HANDLERS = (
 
 
 def address(given: str, setting: str) -> str:
-    """The beginning of addresses that a setting holds: https://, file://, or a folder."""
+    """Return the base URL that a setting holds: https://, file://, or a folder."""
     scheme, marked, _ = given.partition("://")
     if not marked:
         return Path(given).expanduser().absolute().as_uri()
     if scheme.lower() not in ("https", "file"):
-        reason = " (what comes over plain http can be read and changed on its way)" if scheme.lower() == "http" else ""
+        reason = " (plain http can be read and changed in transit)" if scheme.lower() == "http" else ""
         raise UsageError(
-            f"{setting} is {given!r}, and {scheme}:// is not used{reason}: give https://, file:// or a folder"
+            f"{setting} is {given!r}, but {scheme}:// is not supported{reason}: use https://, file:// or a folder"
         )
     return given.rstrip("/")
 
 
 def download(url: str, target: Path, sha256: str, size: int, advance: Callable[[int], object]) -> None:
-    """Write the file at `url` to `target`, or raise and leave none when it is not the one that is meant."""
+    """Write the file at `url` to `target`; if its hash is wrong, delete it and raise an error."""
     digest, count = hashlib.sha256(), 0
     with target.open("wb") as out:
-        for block in _blocks(url, size + 1):  # one byte more tells a longer file
+        for block in _blocks(url, size + 1):  # one extra byte detects a longer file
             digest.update(block)
             out.write(block)
             count += len(block)
             advance(len(block))
     if digest.hexdigest() != sha256:
         target.unlink()
-        found = f"{count} bytes" if count <= size else "of a file that is longer"
+        found = f"{count} bytes" if count <= size else "of a longer file"
         raise OutpaceError(
-            f"{url} is not the file that this version of Outpace needs, and was deleted: expected SHA-256 {sha256} "
-            f"({size} bytes), found {digest.hexdigest()} ({found}); fetch from the weights of this version"
+            f"{url} is not the file that this version of Outpace needs, so the download was deleted: expected SHA-256 "
+            f"{sha256} ({size} bytes), found {digest.hexdigest()} ({found}); use the weights of this version"
         )
 
 
@@ -60,6 +60,4 @@ def _blocks(url: str, most: int) -> Iterator[bytes]:
                 most -= len(block)
                 yield block
     except (OSError, HTTPException, ValueError) as error:
-        raise OutpaceError(
-            f"cannot fetch {url} ({error}); check the network, and that the address is the one you mean"
-        ) from error
+        raise OutpaceError(f"cannot fetch {url} ({error}); check the network and the address") from error

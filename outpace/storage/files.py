@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic file writes, and the cache folder."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whoever reads the file meanwhile sees the old one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write a file atomically; until then, readers see the old file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def cache_dir() -> Path:
-    """Where checkpoints are kept: OUTPACE_CACHE, else the user's cache folder."""
+    """Return the cache folder: OUTPACE_CACHE, or else `outpace` in the user's cache folder."""
     if own := os.environ.get("OUTPACE_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outpace"

@@ -1,4 +1,4 @@
-"""Files of JSON lines that begin with a header: traces, and the runs of a benchmark."""
+"""JSON Lines files that begin with a header: traces and benchmark runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from outpace.errors import OutpaceError
 
 
 def read_lines(path: str | Path, kind: str, version: int, hint: str) -> list[dict[str, Any]]:
-    """All lines, the header first; one that was cut off at the end is left out. `hint` says what the file should be."""
+    """Return all lines, the header first, without a truncated last line. `hint` says what the file should be."""
     name = repr(str(path))
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # no other separator: texts may hold those
+        lines = (
+            Path(path).read_text(encoding="utf-8").split("\n")
+        )  # not splitlines(): texts may contain other separators
     except (OSError, UnicodeDecodeError) as error:
         raise OutpaceError(f"cannot read {name}: {error}") from error
     found = list(_objects(lines, name))
     if not found or found[0].get("format") != kind:
         raise OutpaceError(f"{name} is not {hint}")
     if found[0]["version"] > version:
-        newer = f"{name} has version {found[0]['version']}, and this Outpace reads up to {version}"
-        raise OutpaceError(f"{newer}: update it")
+        newer = f"{name} has version {found[0]['version']}, but this Outpace reads up to {version}"
+        raise OutpaceError(f"{newer}: update Outpace")
     return found
 
 
@@ -34,7 +36,7 @@ def _objects(lines: list[str], name: str) -> Iterator[dict[str, Any]]:
             found = json.loads(line)
         except json.JSONDecodeError as error:
             if number == len(lines) > 1:
-                return  # the run broke off while it was written
+                return  # the run was interrupted while writing this line
             raise OutpaceError(f"{name}, line {number} is not JSON: {error}") from error
         if not isinstance(found, dict):
             raise OutpaceError(f"{name}, line {number} is not a JSON object")

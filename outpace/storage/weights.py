@@ -1,4 +1,4 @@
-"""Trained weights by name: those of a checkout, those in the cache, or fetched once from where OUTPACE_WEIGHTS says."""
+"""Trained weights by name: from a checkout, from the cache, or downloaded once from the address in OUTPACE_WEIGHTS."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHECKOUT = Path(__file__).parents[2] / "weights"
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """One file of a set of weights, and what it must hash to."""
+    """One file of a set of weights, with its expected hash and size."""
 
     name: str
     sha256: str
@@ -34,12 +34,12 @@ class WeightsFile:
 class TrainedWeights:
     """One entry of the manifest: what was trained, for which model, and which files hold it."""
 
-    name: str  # of its folder
+    name: str  # of the folder
     kind: str
-    model: str  # what it was trained for, by its name on the shelf
-    target: dict[str, Any]  # the same model by its sizes and some of its numbers, as in head.json
+    model: str  # name of the shelf model that it was trained for
+    target: dict[str, Any]  # sizes and some weights of the same model, as in head.json
     licence: str
-    command: str  # that made it
+    command: str  # that trained it
     files: tuple[WeightsFile, ...]
 
     @property
@@ -48,14 +48,14 @@ class TrainedWeights:
 
     @property
     def kept(self) -> Path:
-        """Its folder in the cache, which is another one as soon as a file is another one."""
+        """The folder in the cache, which changes if any of the files changes."""
         together = hashlib.sha256("".join(file.sha256 for file in self.files).encode())
         return cache_dir() / "weights" / f"{self.name}-{together.hexdigest()[:12]}"
 
 
 @cache
 def manifest() -> dict[str, TrainedWeights]:
-    """All weights that belong to this version, whether or not they are on this machine."""
+    """Return all weights of this version, whether or not they are on this machine."""
     found = {}
     for name, entry in json.loads(MANIFEST.read_text(encoding="utf-8")).items():
         files = tuple(WeightsFile(file, **pinned) for file, pinned in entry["files"].items())
@@ -64,7 +64,7 @@ def manifest() -> dict[str, TrainedWeights]:
 
 
 def local(name: str) -> Path | None:
-    """The folder of these weights if it is on this machine: nothing is fetched."""
+    """Return the folder of these weights if it is on this machine; download nothing."""
     entry = _entry(name)
     if all((CHECKOUT / name / file.name).is_file() for file in entry.files):
         return CHECKOUT / name
@@ -73,7 +73,7 @@ def local(name: str) -> Path | None:
 
 
 def fetch(name: str) -> Path:
-    """The folder of these weights, fetched and checked if it is not on this machine."""
+    """Return the folder of these weights, downloaded and checked if it is not on this machine."""
     if (found := local(name)) is not None:
         return found
     entry = _entry(name)
@@ -83,7 +83,7 @@ def fetch(name: str) -> Path:
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=entry.kept.parent) as place:
             _download(entry, f"{start}/{name}", Path(place))
             entry.kept.mkdir(exist_ok=True)
-            for file in entry.files:  # what another process puts there meanwhile is the same
+            for file in entry.files:  # another process may put the same files there
                 os.replace(Path(place) / file.name, entry.kept / file.name)
     except OSError as error:
         raise OutpaceError(
@@ -102,20 +102,20 @@ def _source(entry: TrainedWeights) -> str:
     if given := os.environ.get(SETTING, "").strip():
         return address(given, SETTING)
     raise HeadNotFound(
-        f"no {entry.kind} head for this model is on this machine: {entry.name} ({entry.bytes / 1e6:.1f} MB) is not a "
-        f"part of the package, and {SETTING} does not say where it is; run from a clone of the repository, or set "
-        f"{SETTING} to a copy of its folder weights (https://..., file://... or a folder), or train a head with "
+        f"no {entry.kind} head for this model is on this machine: {entry.name} ({entry.bytes / 1e6:.1f} MB) is not "
+        f"part of the package, and {SETTING} is not set. Run from a clone of the repository, or set {SETTING} to a "
+        f"copy of its folder weights (https://..., file://... or a path), or train a head with "
         f"`outpace train {entry.kind} {entry.model}` and pass it as head=FOLDER"
     )
 
 
 def _download(entry: TrainedWeights, start: str, into: Path) -> None:
-    """All files, with a bar on stderr."""
+    """Download all files, with a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bars:
-        task = bars.add_task(f"fetching {entry.name} ({entry.bytes / 1e6:.1f} MB)", total=entry.bytes)
+        task = bars.add_task(f"Downloading {entry.name} ({entry.bytes / 1e6:.1f} MB)", total=entry.bytes)
         for file in entry.files:
             download(f"{start}/{file.name}", into / file.name, file.sha256, file.bytes, partial(bars.advance, task))

@@ -1,1 +1,1 @@
-"""One thread for each model, which runs its passes for every caller."""
+"""Threading: one worker thread per model, which runs its passes for all callers."""

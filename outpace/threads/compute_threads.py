@@ -1,8 +1,9 @@
-"""Compute threads: OpenMP gives every thread that computes a set of its own, and keeps it.
+"""Compute threads: releases the OpenMP thread pool of a thread that no longer computes.
 
-Where two sets are more than there are cores, OpenMP lets all of them sleep between two pieces of work, and small passes
-on a CPU take four times as long. So a thread that hands its work to another one gives its set back; it gets a new one,
-in 60 microseconds, when it computes again.
+OpenMP creates a pool for every thread that computes, and keeps it. If two pools together have more threads than the
+machine has cores, OpenMP lets all of them sleep between two parallel regions, and small passes on a CPU take four times
+as long. So a thread that hands its work to another thread releases its pool. It gets a new one, in 60 microseconds,
+when it computes again.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-SOFT = 1  # as OpenMP numbers it: what was set stays set
+SOFT = 1  # OpenMP's constant for a soft pause, which keeps settings
 LIBRARIES = ("libgomp*", "libomp*", "libiomp*")
 
 
 @cache
 def _pause() -> Callable[[int], int] | None:
-    """OpenMP's own function for it, from the library that torch computes with."""
+    """Return OpenMP's function that releases pools, from the library that torch uses."""
     folder = Path(torch.__file__).parent / "lib"
     for path in (found for pattern in LIBRARIES for found in sorted(folder.glob(pattern))):
         try:
@@ -31,7 +32,7 @@ def _pause() -> Callable[[int], int] | None:
 
 
 def give_back() -> None:
-    """The calling thread does without compute threads, until it computes again."""
+    """Release the compute threads of the calling thread until it computes again."""
     pause = _pause()
     if pause is not None:
         pause(SOFT)

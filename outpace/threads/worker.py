@@ -1,8 +1,8 @@
-"""Worker: the one thread that touches a model. Everyone else posts commands to it, from any thread.
+"""Worker: the only thread that touches a model. Callers on all other threads post commands to it.
 
-An engine is stepped here, pass by pass; commands (submit, cancel, clear) run between passes, in the order in which they
-came. So passes of several callers never mix, and no lock is held while code of a user runs. The thread starts with the
-first command and ends when it has been idle for a while.
+The worker steps the engine pass by pass. Commands (submit, cancel, clear) run between passes, in order of arrival. So
+passes of several callers never mix, and no lock is held while user code runs. The thread starts with the first command
+and ends after an idle period.
 """
 
 from __future__ import annotations
@@ -23,94 +23,94 @@ from outpace.errors import UsageError
 from outpace.threads.compute_threads import give_back
 
 T = TypeVar("T")
-SOON = 0.05  # seconds without work after which the thread gives its compute threads back
-IDLE = 2.0  # and those after which it ends
-LAST_PASS = 10.0  # seconds that the end of the process waits for a pass under way
+SOON = 0.05  # seconds without work after which the thread releases its compute threads
+IDLE = 2.0  # further seconds without work after which the thread ends
+LAST_PASS = 10.0  # seconds that process exit waits for a running pass
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 _joining = threading.Lock()
 
 
 class Serving(Protocol):
-    """What a worker steps, such as an engine."""
+    """An object that a worker steps, such as an engine."""
 
     def serve(self) -> bool:
-        """Run one pass; False when nothing is left to do."""
+        """Run one pass; return False when nothing is left to do."""
 
 
 class Worker:
-    """A thread that runs passes, and between them the commands that were posted."""
+    """A thread that runs passes, and posted commands between them."""
 
     def __init__(self) -> None:
         self._reset()
         _workers.add(self)
 
     def __reduce__(self) -> tuple[type[Worker], tuple[()]]:
-        """A copy of what a worker serves, in this process or another one, has a worker of its own."""
+        """Copy or pickle as a new worker, so that every copy of a model has its own."""
         return Worker, ()
 
     def _reset(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may post while its own thread does; held for moments only
+        self._lock = threading.RLock()  # reentrant: a finalizer may post while its thread is posting; held only briefly
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._active: list[Serving] = []
         self._thread: threading.Thread | None = None
-        self._heir: Worker | None = None  # does the work of this one, since they were joined
+        self._successor: Worker | None = None  # does the work of this worker since they were joined
         self._stopping = False
 
     @property
     def current(self) -> Worker:
-        """The worker that does the work of this one: itself, unless it was joined to another."""
+        """The worker that does the work of this one: itself, unless it was joined to another worker."""
         worker = self
-        while worker._heir is not None:
-            worker = worker._heir
+        while worker._successor is not None:
+            worker = worker._successor
         return worker
 
     @property
     def here(self) -> bool:
-        """Whether the caller is on the worker's own thread."""
+        """Whether the caller is on the worker's thread."""
         return self.current._thread is threading.current_thread()
 
     def post(self, command: Callable[[], object]) -> None:
-        """Run this between passes, soon; the caller does not wait."""
+        """Queue a command to run between passes, and return without waiting."""
         worker = self.current
         with worker._lock:
-            if worker._heir is None:
+            if worker._successor is None:
                 worker._inbox.put(command)
                 worker._start()
                 return
         worker.post(command)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run this between passes, and give back what it returns or raises."""
+        """Run a function between passes, wait, and return its result or raise its error."""
         if self.here:
             raise UsageError(
                 "this model is in the middle of a pass: a logits processor, a drafter or a stop rule cannot use the "
                 "model that calls it"
             )
         give_back()
-        answer: Future[T] = Future()
-        self.post(partial(_answer, answer, function, ThreadSettings.of_this_thread()))
-        return answer.result()
+        future: Future[T] = Future()
+        self.post(partial(_run_into, future, function, ThreadSettings.of_this_thread()))
+        return future.result()
 
     def serve(self, served: Serving) -> None:
-        """Step this until it has nothing left to do. For commands: it is called on the worker's thread."""
+        """Step `served` until it has nothing left to do. Call this only from a command, on the worker's thread."""
         if served not in self.current._active:
             self.current._active.append(served)
 
     def join(self, other: Worker) -> None:
-        """From now on one thread does the work of both, because they share a model."""
+        """Let one thread do the work of both workers from now on, because they share a model."""
         if self.current is not other.current:
             with _joining:
-                heir, worker = self.current, other.current
-                if heir is not worker:
-                    worker.call(partial(worker._hand_over, heir))
+                successor, worker = self.current, other.current
+                if successor is not worker:
+                    worker.call(partial(worker._hand_over, successor))
 
-    def _hand_over(self, heir: Worker) -> None:
+    def _hand_over(self, successor: Worker) -> None:
         with self._lock:
-            self._heir = heir
+            self._successor = successor
             while not self._inbox.empty():
-                heir.post(self._inbox.get())
+                successor.post(self._inbox.get())
         for served in self._active:
-            heir.post(partial(heir.serve, served))
+            successor.post(partial(successor.serve, served))
         self._active.clear()
 
     def _start(self) -> None:
@@ -123,13 +123,13 @@ class Worker:
             for served in list(self._active):
                 if self._stopping or not served.serve():
                     self._active.remove(served)
-                del served  # a model that is not used any more is not held by a thread that waits
+                del served  # so that a waiting thread does not keep an unused model alive
 
     def _obey(self) -> bool:
-        """Run what was posted; wait for it while there is no pass to run. False: the thread may end."""
+        """Run posted commands, waiting for one if no pass has to run; return False if the thread may end."""
         command = self._next(0.0 if self._active else SOON)
         if command is None and not self._active:
-            give_back()  # others may compute now
+            give_back()  # other threads may compute now
             command = self._next(IDLE)
             if command is None:
                 with self._lock:
@@ -138,13 +138,13 @@ class Worker:
                         return False
         while command is not None:
             command()
-            if self._stopping or self._heir is not None:
+            if self._stopping or self._successor is not None:
                 return False
             command = self._next(0.0)
         return True
 
     def _next(self, seconds: float) -> Callable[[], object] | None:
-        """What was posted first; None if nothing comes for so long."""
+        """Return the next posted command, or None if none arrives within `seconds`."""
         try:
             return self._inbox.get(timeout=seconds) if seconds else self._inbox.get_nowait()
         except Empty:
@@ -156,14 +156,14 @@ class Worker:
             self._stopping = True
             self._inbox.put(lambda: None)
             thread.join(LAST_PASS)
-            self._stopping, self._thread = False, None  # what runs at the very end of a process may start another
+            self._stopping, self._thread = False, None  # code that runs later at exit may start a new thread
 
 
 class ThreadSettings(NamedTuple):
-    """What torch keeps for each thread by itself, and a caller expects to hold for its passes."""
+    """The per-thread settings of torch, which a caller expects its passes to use."""
 
     threads: int
-    device: int | None  # of CUDA
+    device: int | None  # current CUDA device
 
     @classmethod
     def of_this_thread(cls) -> ThreadSettings:
@@ -171,7 +171,7 @@ class ThreadSettings(NamedTuple):
         if torch.cuda.is_initialized():
             device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
             if stream != torch.cuda.default_stream():
-                stream.synchronize()  # what the caller began there, such as new weights, is done before a pass reads it
+                stream.synchronize()  # finish the caller's work there, such as new weights, before a pass reads it
         return cls(torch.get_num_threads(), device)
 
     def hold(self) -> None:
@@ -181,23 +181,23 @@ class ThreadSettings(NamedTuple):
             torch.cuda.set_device(self.device)
 
 
-def _answer(answer: Future[T], function: Callable[[], T], settings: ThreadSettings) -> None:
+def _run_into(future: Future[T], function: Callable[[], T], settings: ThreadSettings) -> None:
     settings.hold()
     try:
-        answer.set_result(function())
+        future.set_result(function())
     except BaseException as error:
-        answer.set_exception(error)
+        future.set_exception(error)
 
 
 @atexit.register
 def _stop_all() -> None:
-    """The interpreter must not end in the middle of a pass."""
+    """Stop all workers, because the interpreter must not exit in the middle of a pass."""
     for worker in list(_workers):
         worker._stop()
 
 
 def _forked() -> None:
-    """A child process has none of its parent's threads."""
+    """Reset all workers in a forked child, which has none of its parent's threads."""
     for worker in list(_workers):
         worker._reset()
 

@@ -1,1 +1,1 @@
-"""Further rules of acceptance: residual, typical, tiered, contrastive."""
+"""Verifiers beyond `match`: residual, typical, tiered and contrastive."""

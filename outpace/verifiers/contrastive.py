@@ -1,4 +1,4 @@
-"""The rule "contrastive": contrastive search, whose candidates are verified as nodes of a tree."""
+"""The verifier "contrastive": contrastive search, with its candidates verified as nodes of a tree."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contrastive(Verifier):
-    """Contrastive search: among the `k` likeliest tokens, the one least like what was said. Changes the rule.
+    """Contrastive search: choose the one of the `k` likeliest tokens that is least similar to the text. Not sampling.
 
-    The choice at a node needs the hidden states of its k candidates, so they must be in the tree: those of the root
-    are added from what the pass before said of it. A node whose candidates are missing ends the walk undecided.
+    The choice at a node needs the hidden states of its k candidates, so they must be in the tree. The candidates of
+    the root come from the previous pass. At a node with missing candidates the walk stops without a choice.
     """
 
     needs_trees: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Rules of acceptance that change the distribution, for speed."""
+"""Lossy verifiers: they accept more draft tokens but change the distribution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Typical(Verifier):
-    """Accept a drafted token that is likely enough for the distribution's entropy (Medusa). Lossy."""
+    """Accept a draft token that is likely enough given the entropy of the distribution (Medusa). Lossy."""
 
     lossless: ClassVar[bool] = False
     epsilon: float = 0.09
@@ -38,21 +38,21 @@ class Typical(Verifier):
 
 @dataclass(frozen=True)
 class Tiered(Verifier):
-    """Take what the method vouches for unasked; the target chooses where it does not (VIA-SD). Lossy."""
+    """Accept draft tokens that the method trusts; the target chooses at all other nodes (VIA-SD). Lossy."""
 
     lossless: ClassVar[bool] = False
 
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
         def choose(node: int) -> int:
-            vouched = next((child for child in tree.children(node) if child in tree.trusted), None)
-            if vouched is not None:
-                return tree.tokens[vouched]
+            trusted = next((child for child in tree.children(node) if child in tree.trusted), None)
+            if trusted is not None:
+                return tree.tokens[trusted]
             return seq.sampler.choose(scores.logits[node], seq.tokens)
 
         return descend(seq, tree, scores.logits, choose)
 
 
 def warm_distribution(seq: Sequence, logits: Tensor) -> Tensor:
-    """The distribution under the sampling settings; under greedy decoding, the distribution the model itself gives."""
+    """Return the distribution under the sampling settings; under greedy decoding, the softmax at temperature 1."""
     processed = seq.sampler.process(logits, seq.tokens)
     return processed.double().softmax(-1)

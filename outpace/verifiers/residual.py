@@ -1,4 +1,4 @@
-"""The rule "residual": traversal verification, which keeps the distribution but not the seed."""
+"""The verifier "residual": traversal verification, which keeps the distribution but not the output of a seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RandomSource(Protocol):
-    """Where the residual rule gets its randomness; tests enumerate every outcome instead."""
+    """The source of randomness for residual verification; tests enumerate every outcome instead."""
 
     def flip(self, prob: float) -> bool: ...
 
@@ -27,7 +27,7 @@ class RandomSource(Protocol):
 
 @dataclass(frozen=True)
 class KeyedRandom:
-    """Chance from the request's seed, fresh in every pass."""
+    """Random numbers from the request's seed, new in every pass."""
 
     seq: Sequence
     counter: list[int]
@@ -47,11 +47,10 @@ class KeyedRandom:
 
 @dataclass(frozen=True)
 class Residual(Verifier):
-    """Traversal verification; on a chain it is block verification. Keeps the distribution, not the seed, and accepts
-    more.
+    """Traversal verification (block verification on a chain): keeps the distribution, not the seed; accepts more.
 
-    Children of a node in `tree.proposals` must have been drawn from that distribution, in order, without replacement;
-    others count as certain guesses.
+    The children of a node in `tree.proposals` must have been sampled from that distribution, in order, without
+    replacement. Other children count as proposed with probability 1.
     """
 
     shares_noise: ClassVar[bool] = False
@@ -72,19 +71,19 @@ class Residual(Verifier):
 
 
 def traverse(tree: Tree, distribution: Callable[[int], Tensor], random: RandomSource) -> tuple[list[int], int]:
-    """Accepted path and next token: leaves first, each rejection moving what is left of the distribution to the
-    rest."""
+    """Return the accepted path and the next token. Leaves are tried first; each rejection leaves the residual
+    distribution to the remaining candidates."""
     stack = [Visit.begin(tree, ROOT, 1.0, distribution)]
     while True:
         visit = stack[-1]
         child = next(visit.children, None)
         if child is not None:
             reach = visit.offer(tree.tokens[child])
-            if reach > 0:  # else it cannot be accepted, and its distribution need not even exist
+            if reach > 0:  # otherwise it cannot be accepted, and its distribution may not even exist
                 stack.append(Visit.begin(tree, child, reach, distribution))
             else:
                 visit.reject(tree.tokens[child])
-        elif random.flip(visit.reach) or visit.node == ROOT:  # by rounding alone the root could miss
+        elif random.flip(visit.reach) or visit.node == ROOT:  # only rounding could reject the root
             return tree.path(visit.node), random.draw(visit.p)
         else:
             stack.pop()
@@ -93,13 +92,13 @@ def traverse(tree: Tree, distribution: Callable[[int], Tensor], random: RandomSo
 
 @dataclass
 class Visit:
-    """A node that is being looked at: its chance of acceptance, and what is left of the two distributions at it."""
+    """A node under traversal: its probability of acceptance, and the residuals of the two distributions there."""
 
     node: int
     reach: float
     children: Iterator[int]
     p: Tensor  # [vocab]
-    q: Tensor | None  # [vocab]; None when its children are certain guesses
+    q: Tensor | None  # [vocab]; None if its children count as proposed with probability 1
 
     @classmethod
     def begin(cls, tree: Tree, node: int, reach: float, distribution: Callable[[int], Tensor]) -> Visit:
@@ -107,17 +106,17 @@ class Visit:
         return cls(node, reach, iter(tree.children(node)), p, None if q is None else q.to(p))
 
     def offer(self, token: int) -> float:
-        """The chance that the child with this token is accepted, if nothing below it is."""
-        guess = 1.0 if self.q is None else max(float(self.q[token]), 1e-300)
-        return min(1.0, self.reach * float(self.p[token]) / guess)
+        """Return the probability of accepting the child with this token, if nothing below it is accepted."""
+        proposed = 1.0 if self.q is None else max(float(self.q[token]), 1e-300)
+        return min(1.0, self.reach * float(self.p[token]) / proposed)
 
     def reject(self, token: int) -> None:
         at = torch.tensor(token, device=self.p.device)
-        guess = torch.zeros_like(self.p).index_fill_(0, at, 1.0) if self.q is None else self.q
-        rest = (self.reach * self.p - guess).clamp(min=0)
+        proposed = torch.zeros_like(self.p).index_fill_(0, at, 1.0) if self.q is None else self.q
+        rest = (self.reach * self.p - proposed).clamp(min=0)
         mass = float(rest.sum())
         self.reach = mass / (mass + (1 - self.reach)) if mass + (1 - self.reach) > 0 else 1.0
-        self.p = rest / mass if mass > 0 else self.p  # no mass is left by rounding only: keep the distribution
+        self.p = rest / mass if mass > 0 else self.p  # only rounding can leave no mass: keep the distribution
         if self.q is not None:
             left = self.q.index_fill(0, at, 0.0)
             self.q = left / left.sum().clamp(min=1e-300)

@@ -1,1 +1,1 @@
-"""The policy "auto": what a pass costs here, how likely a draft token is, and which of them to verify."""
+"""The policy "auto": the cost of a pass, the acceptance of draft tokens, and the choice of tokens to verify."""

@@ -1,7 +1,8 @@
-"""Calibration: how often guesses of a kind turn out right, over all requests and in one of them.
+"""Acceptance: estimates the probability that a draft token is accepted, from all requests and from its own request.
 
-A kind is who guessed, how sure it was, and how deep. Kinds that were seldom seen take after their like. What one
-request shows shifts the odds of all guesses of a source in it, and is soon forgotten: a change of text is followed.
+Estimates are kept by kind: source, the drafter's own probability, and depth. Kinds with few observations fall back on
+similar kinds. Within one request, recent results shift the odds of all draft tokens of a source. They are soon
+forgotten, so the estimates follow a change of the text.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from outpace.core.tree import ROOT, Tree
 
 Kind = tuple[str, int, int]  # source, bin of the drafter's own probability, bucket of the depth
 
-EDGES = (0.03, 0.08, 0.17, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95)  # of the bins
-CAUTION = 0.85  # a drafter's own probability is taken to be a little too high until it is known
+EDGES = (0.03, 0.08, 0.17, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95)  # edges of the bins
+CAUTION = 0.85  # factor on a drafter's own probability, assumed to be a little too high until there are observations
 PRIORS = [CAUTION * (low + high) / 2 for low, high in zip((0, *EDGES), (*EDGES, 1), strict=True)]
-UNSAID, UNKNOWN = -1, 0.2  # bin and prior of a guess whose drafter says nothing about its probability
-LEVELS = 12  # the deepest that a draft model is asked for
-LEVEL, DRAFTED = -2, 0.6  # bin and prior of "a draft model is right at this depth", however sure it was
+UNSAID, UNKNOWN = -1, 0.2  # bin and prior of a draft token without a probability of its own
+LEVELS = 12  # maximum depth of a draft model
+LEVEL, DRAFTED = -2, 0.6  # bin and prior of "a draft model matches at this depth", at any probability
 DEPTHS = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # bucket of each depth; all deeper ones are in the last
 BUCKETS = LEVELS + 1
-STRENGTH = 6.0  # judged guesses that a prior counts for
-KEPT = 0.995  # of what is known, at each new guess of the same kind
-LOCAL_KEPT = 0.5 ** (1 / 24)  # half of what a request showed is forgotten after 24 judged places
-LOCAL_STRENGTH = 2.0
-LEVEL_STRENGTH = 10.0  # of both kinds, for levels: a draft model that was given up shows nothing more
-BY_DEPTH = "by depth: "  # before the name of a draft model: what a request showed of its levels
+STRENGTH = 6.0  # weight of a prior, in judged draft tokens
+KEPT = 0.995  # share of old observations kept at each new draft token of the same kind
+LOCAL_KEPT = 0.5 ** (1 / 24)  # observations of a request lose half of their weight after 24 judged positions
+LOCAL_STRENGTH = 2.0  # the same as STRENGTH, within one request
+LEVEL_STRENGTH = 10.0  # of both, for levels: a draft model that no longer runs gives no new observations
+BY_DEPTH = "by depth: "  # prefix of the name of a draft model, for the bias of its levels in a request
 
 
 def kind(source: str, prob: float | None, depth: int) -> Kind:
@@ -38,14 +39,14 @@ def level(source: str, depth: int) -> Kind:
 
 
 class AcceptanceModel:
-    """What was learned from all requests."""
+    """The acceptance learned from all requests."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, int] | Kind, list[float]] = {}  # judged, right
-        self._known: dict[Kind, float] = {}  # probabilities that were asked for since something was learned of them
+        self._seen: dict[tuple[str, int] | Kind, list[float]] = {}  # judged, accepted
+        self._known: dict[Kind, float] = {}  # estimates cached until the next observation
 
     def prob(self, kind: Kind) -> float:
-        """That a guess of this kind is right, given that its parent is."""
+        """Return the probability that a draft token of this kind is accepted, given that its parent is."""
         found = self._known.get(kind)
         if found is None:
             found = self._known[kind] = self._estimate(kind)
@@ -55,7 +56,7 @@ class AcceptanceModel:
         source, place, _ = kind
         prob = PRIORS[place] if place >= 0 else UNKNOWN if place == UNSAID else DRAFTED
         strength = LEVEL_STRENGTH if place == LEVEL else STRENGTH
-        for group in ((source, place), kind):  # from the common to the particular
+        for group in ((source, place), kind):  # from the general to the specific
             seen = self._seen.get(group)
             if seen is not None:
                 prob = (seen[1] + strength * prob) / (seen[0] + strength)
@@ -72,20 +73,20 @@ class AcceptanceModel:
 
 
 class RequestBias:
-    """What one request showed of one source: guesses judged, right, and right ones expected."""
+    """The bias of one source in one request: its judged, accepted and expected draft tokens."""
 
     __slots__ = ("expected", "judged", "odds", "right", "strength")
 
     def __init__(self, strength: float = LOCAL_STRENGTH) -> None:
-        self.strength = strength  # guesses that it takes to be believed
+        self.strength = strength  # weight of the prior, in draft tokens
         self.judged = self.right = self.expected = 0.0
-        self.odds = 1.0  # by how much the odds of a guess are better here than elsewhere
+        self.odds = 1.0  # odds of acceptance in this request relative to all requests
 
     def prob(self, elsewhere: float) -> float:
         return elsewhere * self.odds / (1 - elsewhere + elsewhere * self.odds)
 
     def learn(self, judged: int, right: int, expected: float) -> None:
-        """What one place of the text said."""
+        """Add the results at one position of the text."""
         self.judged = LOCAL_KEPT * self.judged + judged
         self.right = LOCAL_KEPT * self.right + right
         self.expected = LOCAL_KEPT * self.expected + expected
@@ -96,18 +97,18 @@ class RequestBias:
 
 @dataclass
 class Proposal:
-    """A tree as it was proposed, and how far down the text has followed it since."""
+    """A tree as it was proposed, and the node that the text has reached in it since."""
 
     tree: Tree
-    kinds: list[Kind]  # of each node; nobody asks for that of the root
-    probs: list[float]  # of each node, by all requests, given its parent
+    kinds: list[Kind]  # of each node; the entry of the root is not used
+    probs: list[float]  # of each node given its parent, learned from all requests
     node: int = ROOT
     depth: int = 0
 
 
 @dataclass
 class RequestHistory:
-    """One request: what it showed of each source, and its last proposals, which the coming tokens will judge."""
+    """The history of one request: the bias of each source, and the last proposals, which coming tokens will judge."""
 
     local: dict[str, RequestBias] = field(default_factory=dict)
     proposals: list[Proposal] = field(default_factory=list)
@@ -123,7 +124,7 @@ class RequestHistory:
             self.proposals = [*self.proposals[1 - most :], proposal]
 
     def judge(self, token: int, calibrator: AcceptanceModel, model: str | None) -> None:
-        """The text went on with `token`: every guess at this place was right or wrong, verified or not."""
+        """Judge all draft tokens at this position, verified or not, by the next token of the text."""
         alive = []
         for proposal in self.proposals:
             chosen = proposal.tree.child(proposal.node, token)
@@ -139,7 +140,7 @@ class RequestHistory:
         counts: dict[str, list[float]] = {}
         for child in proposal.tree.children(proposal.node):
             if child >= len(proposal.kinds):
-                break  # a verifier put it there
+                break  # added by a verifier
             kind = proposal.kinds[child]
             calibrator.learn(kind, child == chosen)
             count = counts.setdefault(kind[0], [0, 0, 0.0])
@@ -150,7 +151,7 @@ class RequestHistory:
             self.bias(source).learn(int(judged), int(right), expected)
 
     def _judge_level(self, proposal: Proposal, chosen: int | None, calibrator: AcceptanceModel, model: str) -> None:
-        """Whether the draft model was right at this depth, by any of its guesses."""
+        """Learn whether any token of the draft model matched at this depth."""
         tree = proposal.tree
         if any(child in tree.signals for child in tree.children(proposal.node)):
             at = level(model, proposal.depth + 1)
@@ -159,5 +160,5 @@ class RequestHistory:
             calibrator.learn(at, right)
 
     def level(self, calibrator: AcceptanceModel, model: str, depth: int) -> float:
-        """The probability that the draft model is right at this depth, if it was right before it."""
+        """Return the probability that the draft model matches at this depth, if it matched at all lower depths."""
         return self.bias(BY_DEPTH + model).prob(calibrator.prob(level(model, depth)))

@@ -1,8 +1,21 @@
-"""Rota: who is asked for guesses, and who rests because they did not pay.
+"""Backoff: decides which requests draft in a pass, and which pause because their draft tokens did not pay.
 
-A rest is longer each time, and longer at once in a large batch, which sees as many guesses in one pass as a request
-alone in many. One request that is asked can slow down the pass of all, so rests end in the same passes; and while
-nothing pays some are asked for all of a large batch, others the next time. If their guesses pay, all are woken.
+Each pause of a request is longer than the last. In a large batch the first one is long already, because one pass there
+shows as many draft tokens as many passes of a single request. One request that drafts can slow down the pass of all,
+so pauses end in the same passes. In this example the drafts (D) of A and B never pay, and B joins in pass 5:
+
+    pass     1  2  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18 ... 31 32 33
+    A        D  D  .  D  .  .  .  D  .  .  .  .  .  .  .  D  .  . ...  .  D  .
+    B                    D  D  .  D  .  .  .  .  .  .  .  D  .  . ...  .  D  .
+
+    A pauses for 1 (until pass 2), 3 (until 4), 7 (until 8), 15 (until 16) and 31 passes (until 32)
+
+A pause is one less than a power of two, because 2^k - 1 paused passes and the pass that drafts again make a period of
+2^k passes. Pauses end only at multiples of their period, and a multiple of 16 is also one of 8, 4 and 2. So requests
+with long pauses draft in passes in which requests with shorter pauses draft too, instead of slowing down other passes.
+To end there, a pause p skips from p // 2 to p + p // 2 passes: A, which started in step, skips 0, 1, 3, 7 and 15.
+
+While nothing pays, only a sample of a large batch drafts, in rotation. If its draft tokens pay, all requests draft.
 """
 
 from __future__ import annotations
@@ -10,79 +23,82 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-SAMPLE = 8  # requests that are asked for all
-LONGEST = 128  # passes
+SAMPLE = 8  # requests that draft as a sample of a large batch
+LONGEST = 128  # upper limit of a pause, in passes
 
 
 @dataclass
 class RequestPause:
-    """Of one request."""
+    """The pause of one request."""
 
-    left: int = 0  # passes until its drafter is asked again
-    pause: int = 0  # passes of the last rest
-    since: int = 0  # pass in which it began
+    left: int = 0  # passes until it drafts again
+    pause: int = 0  # length of the last pause in passes; 0: its last draft paid, or it has never paused
+    since: int = 0  # number of the pass in which the pause began
 
 
 class Backoff:
-    """Of all requests of a policy."""
+    """The pauses of all requests under one policy."""
 
     def __init__(self) -> None:
-        self._passes = 0
-        self._pays = True  # what was guessed last
-        self._woken = 0  # pass since which all are to be asked
-        self._pause = 1  # of the last rest of all
-        self._turn = 0  # of those who are asked for all
-        self._spared = list[RequestPause]()  # in this pass others are asked for these
+        self._passes = 0  # number of the current pass
+        self._pays = True  # whether the last drafts paid
+        self._woken = 0  # number of the pass that ended all pauses begun before it
+        self._pause = 1  # length of the last pause of any request
+        self._sampled = 0  # counts samples, to rotate them
+        self._skipped = list[RequestPause]()  # requests outside the sample of this pass
 
-    def resting(self, rest: RequestPause) -> bool:
-        return rest.left > 0 and rest.since >= self._woken
+    def resting(self, request: RequestPause) -> bool:
+        return request.left > 0 and request.since >= self._woken
 
-    def sample(self, rests: Seq[RequestPause]) -> None:
-        """Before a pass: while nothing pays, only some of many are asked, and those who join wait for the others."""
-        self._spared = []
-        if self._pays or not self._pause or len(rests) <= SAMPLE:
+    def sample(self, requests: Seq[RequestPause]) -> None:
+        """Before a pass, while nothing pays, let only a sample of a large batch draft. New requests wait for it."""
+        self._skipped = []
+        if self._pays or not self._pause or len(requests) <= SAMPLE:
             return
-        due = [rest for rest in rests if not self.resting(rest)]
-        apart = len(due) // SAMPLE
-        if len(due) < len(rests) and all(rest.pause == 0 for rest in due):
-            for rest in due:
-                self._begin(rest, self._pause)
-        elif apart > 1:
-            self._spared = [rest for i, rest in enumerate(due) if (i + self._turn) % apart]
-            self._turn += 1
-            for rest in self._spared:
-                self._begin(rest, max(rest.pause, self._pause))
-                rest.left = max(rest.left, 1)  # in any case for this pass
+        due = [request for request in requests if not self.resting(request)]
+        stride = len(due) // SAMPLE
+        if len(due) < len(requests) and all(request.pause == 0 for request in due):
+            for request in due:
+                self._begin(request, self._pause)
+        elif stride > 1:
+            self._skipped = [request for i, request in enumerate(due) if (i + self._sampled) % stride]
+            self._sampled += 1
+            for request in self._skipped:
+                self._begin(request, max(request.pause, self._pause))
+                request.left = max(request.left, 1)  # at least for this pass
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Count a new pass."""
         self._passes += 1
 
-    def settle(self, rests: Seq[RequestPause], gains: Seq[float], rows: int, exposed: float, longest: int) -> None:
-        """Those of `rows` who were asked in this pass, and the seconds that it gains to ask each of them.
+    def settle(
+        self, requests: Seq[RequestPause], gains: Seq[float], batch_size: int, exposed: float, longest: int
+    ) -> None:
+        """Update the pauses after drafting: `gains` are the seconds saved by each request that drafted.
 
-        Whoever is asked keeps the pass of all from beginning ahead: together they must be worth those seconds.
+        A draft keeps the next pass from being launched ahead, which costs all requests `exposed` seconds. All gains
+        together must be worth that. The length of a pause is at most `longest`.
         """
-        told = (len(rests) + len(self._spared)) / len(rests)
-        before, self._pays = self._pays, told * sum(gain for gain in gains if gain > 0) > exposed
+        represented = (len(requests) + len(self._skipped)) / len(requests)  # requests that each gain stands for
+        before, self._pays = self._pays, represented * sum(gain for gain in gains if gain > 0) > exposed
         if self._pays and not before:
             self._woken = self._passes
-        for rest, gain in zip(rests, gains, strict=True):
+        for request, gain in zip(requests, gains, strict=True):
             if self._pays and gain > 0:
-                rest.pause = 0
+                request.pause = 0
             else:
-                self._begin(rest, _round(min(longest, LONGEST, 2 * rest.pause + max(1, rows // 2))))
-                self._pause = rest.pause
-        for rest in self._spared if not self._pays else ():  # they rest as long as those who were asked
-            self._begin(rest, self._pause)
+                self._begin(request, _round(min(longest, LONGEST, 2 * request.pause + max(1, batch_size // 2))))
+                self._pause = request.pause
+        for request in self._skipped if not self._pays else ():  # pause as long as the sample
+            self._begin(request, self._pause)
 
-    def _begin(self, rest: RequestPause, pause: int) -> None:
-        """All end their rests in the same passes, and none before half of it is over."""
+    def _begin(self, request: RequestPause, pause: int) -> None:
+        """Begin a pause that ends at a multiple of its period, and not before half of it is over."""
         half = pause // 2
-        rest.left = pause - (self._passes + half) % (pause + 1) + half
-        rest.pause, rest.since = pause, self._passes
+        request.left = pause - (self._passes + half) % (pause + 1) + half
+        request.pause, request.since = pause, self._passes
 
 
 def _round(pause: int) -> int:
-    """Down to one less than a power of two."""
+    """Round down to one less than a power of two."""
     return (1 << (pause + 1).bit_length() - 1) - 1

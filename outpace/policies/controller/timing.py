@@ -1,4 +1,7 @@
-"""Meter: what things take here. A pass by the measured costs, guessing by the clock of the requests."""
+"""Timing: how long a pass and a draft step take on this machine.
+
+Pass times come from the cost table, corrected by recent measurements. Drafting is timed directly.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from dataclasses import dataclass, field
 from outpace.core.policy import PassReport
 from outpace.policies.controller.costs import Costs
 
-SIZES = 10  # of passes: 1, 2, up to 4, 8, 16 ... tokens
-FORGET = 256  # passes after which what was seen of a size counts for half
-EXPOSED = 0.05  # share of a pass that the host adds where it is not hidden, before that was measured
-DOUBT = 3.0  # passes of one size that it takes to believe that it differs from the others
+SIZES = 10  # number of pass sizes: 1, 2, up to 4, 8, 16 ... tokens
+FORGET = 256  # passes after which the measurements of a size count half
+EXPOSED = 0.05  # share of host work in a pass without overlap, until it is measured
+DOUBT = 3.0  # weight, in passes, of the ratio of all sizes in the ratio of one size
 
 
 class RecentMedian:
@@ -36,22 +39,22 @@ class RecentMedian:
 
 @dataclass
 class PassTimer:
-    """A pass that is under way, and what was expected of it."""
+    """A pass in flight, and its expected time."""
 
-    asked: int  # sequences whose drafter was asked
-    levels: int  # of a draft model
-    tokens: int  # in the pass; 0: there is more in it than was planned
-    ahead: bool = False  # it began before the pass before it was read
-    expected: float = 0.0  # seconds of the pass itself
+    asked: int  # sequences whose drafter was called
+    levels: int  # levels drafted by a draft model
+    tokens: int  # tokens in the pass; 0: not all of its work is planned here, so its time is not used
+    ahead: bool = False  # it was launched before the host read the pass before
+    expected: float = 0.0  # seconds of the pass without drafting
 
 
 class TimingCorrection:
-    """How much longer passes take now than the costs say, by their size: machines get busy, measurements err."""
+    """The ratio of real to predicted pass time by pass size, because machines get busy and measurements have errors."""
 
     def __init__(self) -> None:
         self._all = RecentMedian(17)
         self._sizes = [RecentMedian() for _ in range(SIZES)]
-        self._last = [0] * SIZES  # passes there were when one of this size was seen
+        self._last = [0] * SIZES  # pass count at the last pass of each size
         self._passes = 0
 
     def add(self, tokens: int, ratio: float) -> None:
@@ -61,7 +64,7 @@ class TimingCorrection:
         self._last[size(tokens)] = self._passes
 
     def ratios(self) -> list[float]:
-        """For each size; one that was not seen lately is as the others are."""
+        """Return the ratio for each size; without recent passes of a size, it tends to the ratio of all sizes."""
         usual = self._all.get(1.0)
         found = []
         for recent, last in zip(self._sizes, self._last, strict=True):
@@ -71,44 +74,44 @@ class TimingCorrection:
 
 
 def size(tokens: int) -> int:
-    """Passes of 1, 2, 4, 8 ... tokens are the largest of their size."""
+    """Return the size index of a pass; 1, 2, 4, 8 ... tokens are the upper limits of the sizes."""
     return min((tokens - 1).bit_length(), SIZES - 1)
 
 
 @dataclass
 class Timing:
-    """The figures that decisions are made with."""
+    """The measured times behind the decisions of the controller."""
 
     costs: Costs
-    asking: RecentMedian = field(
-        default_factory=RecentMedian
-    )  # seconds of asking a drafter for a row, draft models aside
-    level: RecentMedian = field(default_factory=RecentMedian)  # seconds of a level of a draft model
+    # Seconds to call a drafter for one request, without draft models.
+    asking: RecentMedian = field(default_factory=RecentMedian)
+    level: RecentMedian = field(default_factory=RecentMedian)  # seconds per level of a draft model
     drift: TimingCorrection = field(default_factory=TimingCorrection)
-    hidden: RecentMedian = field(default_factory=lambda: RecentMedian(17))  # the same of passes that began ahead
-    elapsed: float = 0.0
+    # Time ratios of passes launched ahead, whose host work is hidden.
+    hidden: RecentMedian = field(default_factory=lambda: RecentMedian(17))
+    elapsed: float = 0.0  # seconds of all passes and drafts
     timer: PassTimer | None = None
 
-    def prices(self, rows: int, context: int) -> Callable[[int], float]:
-        """Seconds of a pass that `rows` requests share, by the number of guesses in it."""
+    def prices(self, batch_size: int, context: int) -> Callable[[int], float]:
+        """Return a function from the number of draft tokens to the seconds of a pass with `batch_size` requests."""
         curve, last, ratios = self.costs.curve, len(self.costs.curve) - 1, self.drift.ratios()
-        fixed = self.costs.seconds(rows, rows, context) - curve[min(rows, last)]
-        each = self.costs.seconds(rows + 1, rows, context) - fixed - curve[min(rows + 1, last)]
-        return lambda n: (curve[min(rows + n, last)] + fixed + each * n) * ratios[size(rows + n)]
+        fixed = self.costs.seconds(batch_size, batch_size, context) - curve[min(batch_size, last)]
+        each = self.costs.seconds(batch_size + 1, batch_size, context) - fixed - curve[min(batch_size + 1, last)]
+        return lambda n: (curve[min(batch_size + n, last)] + fixed + each * n) * ratios[size(batch_size + n)]
 
-    def exposed(self, plain: float, rows: int) -> float:
-        """Seconds that a pass without guesses takes longer when it cannot begin ahead, of `plain` in all."""
-        usual = self.drift.ratios()[size(rows)]
+    def exposed(self, plain: float, batch_size: int) -> float:
+        """Return the seconds that launching ahead hides, of the `plain` seconds of a pass without draft tokens."""
+        usual = self.drift.ratios()[size(batch_size)]
         return max(0.0, plain * (1 - self.hidden.get((1 - EXPOSED) * usual) / usual))
 
     def start(self, timer: PassTimer, batch_size: int, context: int) -> None:
-        """A pass begins."""
+        """Record a pass that begins."""
         if timer.tokens:
             timer.expected = self.costs.seconds(timer.tokens, batch_size, context)
         self.timer = timer
 
     def read(self, report: PassReport) -> None:
-        """Learn from what the pass that was under way took."""
+        """Learn from the times of the pass in flight."""
         timer, self.timer = self.timer, None
         if timer is None:
             return
