@@ -112,9 +112,7 @@ class SlotLM(LM):
             self._truncate(index, slot, self.crop(index, common))
         slot.pending = wanted[len(slot.tokens) :]
         if len(slot.pending) > RIDE:
-            self.reserve(
-                [Segment(index, slot.length, slot.pending)]
-            )  # make room for all tokens before any of them runs
+            self.reserve([Segment(index, slot.length, slot.pending)])  # room for all tokens before any runs
         # A long remainder runs now, in chunks. A short one runs with the next pass.
         start = len(slot.tokens)
         while len(slot.pending) > RIDE and (limit is None or len(slot.tokens) - start < limit):

@@ -121,12 +121,12 @@ class DraftTrees:
         return self._programs[batch, width]
 
     def _level(self, levels: TreeLevels, place: NodePlaces) -> Callable[[], None]:
-        rows, width, device = levels.rows, levels.width, levels.tokens.device
+        batch, width, device = levels.rows, levels.width, levels.tokens.device
         base, length, live = place.slots
         runner = self.runner
-        ranks, first = torch.arange(width, device=device), torch.arange(rows, device=device) * width
+        ranks, first = torch.arange(width, device=device), torch.arange(batch, device=device) * width
         # Pad to two segments, because a size of one would compile as another program.
-        none = torch.zeros(max(2 - rows, 0), 4, dtype=torch.int64, device=device)
+        none = torch.zeros(max(2 - batch, 0), 4, dtype=torch.int64, device=device)
 
         def advance() -> None:
             # Padding is written to the pool's scrap entries.

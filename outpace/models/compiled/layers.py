@@ -10,7 +10,8 @@ After the first call, `LayerCall` calls the compiled function directly, without 
 - `signature` covers everything of a layer that its code depends on. Layers with equal signatures share code.
 - Weights change in place only: `LayerCall` binds a layer's tensors once.
 - Private torch API: Dynamo's names of the graph inputs (`L['self']...`) are expressions for `eval`, in argument order.
-`CompiledRunner` compares the first passes with eager ones. After a mismatch or an error the model runs eagerly.
+`CompiledRunner` compares the first passes with eager ones, but no later ones. After a mismatch or an error the model
+runs eagerly.
 Load with `compile=False` (`--no-compile`) to avoid compiled code. To compile but keep the guards, leave
 `LayerKind.direct` False: then every call goes through `torch.compile`, and code kept on disk is not used.
 """
@@ -64,7 +65,7 @@ class LayerKind:
         """`place` is the folder that keeps the code for the next process (CPU only)."""
         self.graphs = 0
         self.code: Callable[..., Any] | None = None
-        self.names: list[str] = []  # of the code's arguments: Dynamo's expressions for them in a call of the layer
+        self.names: list[str] = []  # Dynamo's expressions for the code's arguments, in order
         self.direct = False
         self.place = place
         self.kept = False  # the code was loaded from disk, not compiled in this process
@@ -88,7 +89,7 @@ class LayerKind:
         # Otherwise the sizes of buffers are asserted before every kernel.
         settings: dict[str, Any] = {"size_asserts": False}
         devices = {given.device for given in inputs if isinstance(given, Tensor) and given.is_cuda}
-        settings |= _together(devices) if devices else {}
+        settings |= _gpu_options(devices) if devices else {}
         with nullcontext() if self.place is None else code_cache.keeping(self.place, self.names):
             self.code = compile_fx(module, inputs, config_patches=settings)  # type: ignore[assignment]
         self.graphs += 1  # last, because the compiler may give up above and trace the layer again
@@ -123,7 +124,7 @@ class LayerCall(ModuleProxy):
         self.input_name = next(iter(parameters))
         self.rest_name = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
         self._given: list[Any] = []  # the code's arguments, with this layer's own filled in
-        self._places: list[int] = []  # of the other arguments
+        self._places: list[int] = []  # indices of the other arguments
         self._rest: Callable[[dict[str, Any]], list[Any]] | None = None
         self._bound: Callable[..., Any] | None = None  # the code that these belong to
 
@@ -209,8 +210,8 @@ def shortened(model: M) -> M:
     return ours
 
 
-def _together(devices: Iterable[torch.device]) -> dict[str, Any]:
-    """GPU options: merge independent kernels, and let a kernel start while the previous one ends."""
+def _gpu_options(devices: Iterable[torch.device]) -> dict[str, Any]:
+    """Return compiler options that merge independent kernels, and let a kernel start while the previous one ends."""
     return {"combo_kernels": True, "triton.enable_pdl": all(map(overlaps, devices))}
 
 
@@ -238,7 +239,7 @@ def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> list[Lay
     setattr(decoder, name, nn.ModuleList(calls))
     for place, child in decoder.named_children():
         if model.device.type == "cuda" and not isinstance(child, nn.ModuleList) and _small(child):
-            setattr(decoder, place, CompiledModule(child, _together([model.device])))
+            setattr(decoder, place, CompiledModule(child, _gpu_options([model.device])))
     head = model.get_output_embeddings()
     if type(head) is nn.Linear or isinstance(head, bf16_copies.Bf16Linear | int8.Int8Linear):
         model.set_output_embeddings(OutputHead(head))
