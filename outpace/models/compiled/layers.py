@@ -6,7 +6,7 @@ This depends on no module names and copies no weights. Torch's compiler handles 
 After the first call, `LayerCall` calls the compiled function directly, without Dynamo's guards. This relies on:
 - A call of the layer traces to one graph whose result is one tensor (`LayerKind.seen`). Otherwise the guards stay.
 - Between passes only values and sizes change. Sizes are symbols in the code (dynamic=True, no duck shapes) and are at
-  least 2, since torch specializes on 0 and 1. Dtypes, devices and modes stay the same, and so do the argument names.
+  least 2 where they vary, since torch specializes on 0 and 1. Dtypes, devices, modes and argument names stay the same.
 - `signature` covers everything of a layer that its code depends on. Layers with equal signatures share code.
 - Weights change in place only: `LayerCall` binds a layer's tensors once.
 - Private torch API: Dynamo's names of the graph inputs (`L['self']...`) are expressions for `eval`, in argument order.
