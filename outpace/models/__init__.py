@@ -1,1 +1,1 @@
-"""Runtimes that run a model for the loop: Transformers, compiled layers, CUDA graphs, GGUF."""
+"""Runtimes that execute a model's forward passes: Transformers, compiled layers, CUDA graphs, GGUF."""

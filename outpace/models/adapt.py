@@ -1,4 +1,4 @@
-"""adapt: the fastest way to run a Transformers model that the model allows. The only file that knows all of them."""
+"""Choose the fastest runtime that a Transformers model supports. Only this file knows all of these runtimes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.snapshot import SnapshotLM
 
 logger = logging.getLogger(__name__)
-LARGE = 50_000_000  # parameters: a smaller model spends its time elsewhere
+LARGE = 50_000_000  # parameters; a smaller model spends its time elsewhere, so compiling it hardly pays
 
 
 def adapt(
     model: PreTrainedModel, cache_limit: int | None = None, bitwise: bool = False, compile: bool | None = None
 ) -> LM:
-    """The fastest runtime for this model; `UnsupportedModel` names a model that none of them can run.
+    """Return the fastest runtime for this model; raise `UnsupportedModel` if no runtime can run it.
 
-    `compile` says whether its layers are compiled; None compiles them where that is likely to pay.
+    `compile` says whether to compile its layers; None compiles them where that is likely to pay.
     """
     if model.config.is_encoder_decoder or not model.can_generate():
         raise UnsupportedModel(f"{type(model).__name__} is not a causal language model")
@@ -29,9 +29,10 @@ def adapt(
     if lm is None:
         if bitwise:
             raise UnsupportedModel(
-                f"bitwise=True needs packed passes, and {type(model).__name__} runs with its own cache"
+                f"bitwise=True needs packed passes, but {type(model).__name__} runs with its own cache; "
+                "leave bitwise=True out"
             )
-        logger.info("%s runs with its own cache: chains only, one slot at a time", type(model).__name__)
+        logger.info("%s runs with its own cache: it scores chains only, one slot at a time", type(model).__name__)
         return SnapshotLM(model)
     if bitwise:
         make_bitwise(lm)

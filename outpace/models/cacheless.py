@@ -1,4 +1,4 @@
-"""CachelessLM: base of models that keep nothing of a slot between passes."""
+"""CachelessLM: the base class of models that keep no cache between passes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from outpace.models.slots import SlotLM
 
 
 class CachelessLM(SlotLM):
-    """A model that computes every node from scratch, and so has nothing to move or to forget."""
+    """A model that computes every node from scratch, so it has no cache to move or to crop."""
 
     def reserve(self, segments: Seq[Segment]) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
     def commit(self, slot: int, path: list[int]) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
     def crop(self, slot: int, length: int) -> int:
         return length

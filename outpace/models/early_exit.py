@@ -1,7 +1,7 @@
-"""EarlyExitLM: the first layers of a model, with its final norm and head, as a draft on the model's own slots.
+"""EarlyExitLM: a draft that is the first layers of a model, with its final norm and head, on the model's own slots.
 
-What it scores is written where the model itself would write it, and the states that leave its last layer are kept. So
-when the model scores the drafted tree, nodes that were fed here go on from there: no layer runs twice for a node.
+It writes keys and values where the model itself would write them, and keeps the hidden states after its last layer.
+When the model scores the drafted tree, nodes that ran here resume from those states: no layer runs twice for a node.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from outpace.errors import UsageError
 from outpace.models.segment import PartialPass, Segment, SegmentOutput
 from outpace.models.slots import SlotLM
 
-FirstLayers = Callable[[Seq[Segment], int], list[SegmentOutput]]  # a pass of so many layers, which are a tap of it too
+# A pass of the first N layers, with their output as tap N.
+FirstLayers = Callable[[Seq[Segment], int], list[SegmentOutput]]
 
 
 class EarlyExitLM(LM):
-    """A model's first layers. Its slots are the model's; what it began, only the model can keep."""
+    """A model's first layers as a draft. It uses the model's slots, and only the model can commit what it begins."""
 
     def __init__(self, whole: SlotLM, count: int, run: FirstLayers):
-        assert whole.layers is not None, "a model without layers has no exits"
+        assert whole.layers is not None, "an early exit needs a model whose layers can run apart"
         if not 0 < count < whole.layers.count:
             most = whole.layers.count
             raise UsageError(f"a model of {most} layers has exits after 1 to {most - 1}, got {count}")
@@ -58,8 +59,8 @@ class EarlyExitLM(LM):
         for i, (layout, index) in enumerate(zip(layouts, slots, strict=True)):
             slot, first = self.whole.slots[index], since[i] if since else 0
             if slot.layout is not None:
-                self.whole.keep_slot(index, [])  # a new tree overwrites one that was not kept
-            if first:  # what is pending was begun with the first nodes
+                self.whole.keep_slot(index, [])  # the new tree overwrites one that was not kept
+            if first:  # the pending tokens ran with the first nodes
                 segments.append(Segment(index, slot.length + len(slot.pending), [], layout, first))
             else:
                 segments.append(Segment(index, slot.length, slot.pending, layout))
@@ -70,14 +71,14 @@ class EarlyExitLM(LM):
     def _begin(self, segment: Segment, output: SegmentOutput) -> Scores:
         slot, states = self.whole.slots[segment.slot], output.hidden[self.count]
         if segment.since:
-            assert slot.begun is not None, "nodes are scored after those before them"
+            assert slot.begun is not None, "the nodes before `since` must be scored first"
             states = torch.cat([slot.begun.states, states])
         assert isinstance(segment.layout, Tree) and isinstance(output.logits, Tensor)
         slot.begun = PartialPass(segment.layout, self.count, states)
         return Scores(Logits(output.logits))
 
     def keep(self, paths: Seq[list[int]], slots: Seq[int]) -> None:
-        """What was begun is kept by the model, or forgotten."""
+        """Do nothing: the model itself commits or drops what was begun."""
 
     def clear(self) -> None:
         self.whole.clear()

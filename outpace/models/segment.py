@@ -1,7 +1,7 @@
-"""Segment: what one slot adds to a pass. Slot: a place of the key-value cache, and the text in it.
+"""Segments and slots. A slot is a place in the KV cache and the text in it; a segment is what it adds to one pass.
 
-Some tokens of a segment may have been through the first layers already, because a draft that is the first layers of the
-same model fed them. Then the pass goes on where that draft stopped.
+An early-exit draft, which is the first layers of the same model, may have run some tokens of a segment through those
+layers already. The pass then resumes where the draft stopped.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PartialPass:
-    """Pending tokens of a slot and nodes after them whose first layers have run, and wrote their keys and values."""
+    """Pending tokens of a slot, and nodes after them, that have run through the first layers; their KV is written."""
 
     tree: Tree
-    layers: int  # that have run
-    states: Tensor  # [pending tokens and nodes, hidden]: what leaves the last of these layers
+    layers: int  # how many layers have run
+    states: Tensor  # [pending tokens and nodes, hidden]: output of the last of these layers
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The first tokens of a segment, up to where a draft has brought them."""
+    """Where a pass resumes the tokens of a segment that an early-exit draft has begun."""
 
     layers: int
     states: Tensor  # [tokens, hidden]
-    nodes: list[int]  # their places in the cache of these layers, from the root's entry on
-    order: list[int]  # place in the segment's tree of each node of the tree that was to be scored
+    nodes: list[int]  # their places in the cache of these layers, counted from the root's entry
+    order: list[int]  # for each node of the original tree, its place in the segment's reordered tree
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What one slot adds to a pass: its pending tokens, then the nodes of its layout from `since` on."""
+    """What one slot adds to a forward pass: its pending tokens, then the nodes of its layout from `since` on."""
 
     slot: int
-    start: int  # entries in the cache
+    start: int  # cache entries of the slot before the pending tokens
     pending: list[int]
     layout: Layout | None = None
     since: int = 0
     pick: Pick | None = None
     resumed: ResumePoint | None = None
-    features: Tensor | None = None  # [tokens, hidden]: what enters beside the tokens, for a model that takes features
+    features: Tensor | None = None  # [tokens, hidden]: input beside the tokens, for a model that takes features
 
     @property
     def tokens(self) -> list[int]:
@@ -66,24 +66,24 @@ class Segment:
 
     @property
     def offset(self) -> int:
-        """The entry of the slot at which the first of `tokens` is written."""
+        """The slot's cache entry to which the first of `tokens` is written."""
         return self.start + len(self.pending) + self.since if not self.pending else self.start
 
     @property
     def end(self) -> int:
-        """Cache entries that exist after the pass."""
+        """The number of cache entries of the slot after the pass."""
         return self.start + len(self.pending) + (len(self.layout) if self.layout is not None else 0)
 
     @property
     def tree(self) -> Tree:
-        """The layout, for code that only works on trees."""
-        assert isinstance(self.layout, Tree), "this pass scores a tree"
+        """The layout as a tree, for code that only works on trees."""
+        assert isinstance(self.layout, Tree), "the layout must be a tree"
         return self.layout
 
     def resume(self, begun: PartialPass) -> Segment:
-        """The same segment with the nodes that were begun first. Their parents were begun too, so it stays a tree."""
+        """Return this segment with the begun nodes first. Their parents have begun too, so the tree stays valid."""
         tree, fed = self.tree, len(self.pending)
-        assert not self.since, "a whole tree is resumed"
+        assert not self.since, "only a whole tree can be resumed"
         found = _found(tree, begun.tree, len(begun.states) - fed)
         ordered = [*sorted(found, key=lambda node: found[node]), *(n for n in range(len(tree)) if n not in found)]
         nodes = sorted(found.values())
@@ -91,14 +91,14 @@ class Segment:
         for place, node in enumerate(ordered):
             order[node] = place
         states = begun.states
-        if fed + len(nodes) < len(states):  # some that were begun are not scored now
+        if fed + len(nodes) < len(states):  # some begun nodes are not scored now
             states = states[[*range(fed), *(fed + node for node in nodes)]]
         parents = [-1, *(order[tree.parents[node]] for node in ordered[1:])]
         arranged = Tree([tree.tokens[node] for node in ordered], parents)
         return replace(self, layout=arranged, resumed=ResumePoint(begun.layers, states, nodes, order))
 
     def fresh(self) -> Segment | None:
-        """The part of a resumed segment that no layer has seen; None if there is none."""
+        """Return the part of a resumed segment that no layer has run yet, or None."""
         assert self.resumed is not None
         fed, done = len(self.pending), len(self.resumed.nodes)
         if done == len(self.tree):
@@ -107,7 +107,7 @@ class Segment:
 
 
 def _found(tree: Tree, other: Tree, most: int) -> dict[int, int]:
-    """Nodes of `tree` that spell one of the first `most` nodes of `other`, and which."""
+    """Map nodes of `tree` to the nodes with the same path of tokens among the first `most` of `other`."""
     if not most or tree.tokens[ROOT] != other.tokens[ROOT]:
         return {}
     found = {ROOT: ROOT}
@@ -120,7 +120,7 @@ def _found(tree: Tree, other: Tree, most: int) -> dict[int, int]:
 
 
 def joined(segments: Seq[Segment], size: int) -> dict[str, Tensor]:
-    """What enters beside the tokens of a pass of this size, for a model that takes features."""
+    """Return the features of a pass, padded to `size` tokens, as a model input; {} if there are none."""
     given = [segment.features for segment in segments if segment.features is not None]
     if not given:
         return {}
@@ -130,18 +130,18 @@ def joined(segments: Seq[Segment], size: int) -> dict[str, Tensor]:
 
 @dataclass
 class Slot:
-    """One place of the cache: the tokens in it, those that the next pass feeds first, and the layout scored last."""
+    """One place in the cache: its committed tokens, the pending tokens of the next pass, and the layout scored last."""
 
     tokens: list[int] = field(default_factory=list)
     length: int = 0  # cache entries of these tokens
     pending: list[int] = field(default_factory=list)
     layout: Layout | None = None
-    scored: int = 0  # nodes of the layout that a pass has seen; a drafter may have added more since
-    order: list[int] | None = None  # place in the layout of each node that was to be scored, if they were put in order
-    begun: PartialPass | None = None  # by a draft that is this model's first layers
+    scored: int = 0  # nodes of the layout that have run in a pass; a drafter may have added more since
+    order: list[int] | None = None  # for each node to score, its place in the layout, if a resumed pass reordered it
+    begun: PartialPass | None = None  # what an early-exit draft has run already
     context: Context = None
     taps: tuple[int, ...] = ()
-    hidden: list[Tensor] = field(default_factory=list)  # of `tokens`, in pieces
+    hidden: list[Tensor] = field(default_factory=list)  # hidden states of `tokens`, in pieces
     provisional: Tensor | None = None  # [nodes of the layout, taps]
     busy: bool = False
 
@@ -151,7 +151,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SegmentOutput:
-    """What a pass gives for one segment."""
+    """What a pass returns for one segment."""
 
     logits: Tensor | Logits | None  # [new nodes, vocab]
     hidden: dict[int, Tensor]  # tap -> [pending and new nodes, hidden]
@@ -159,7 +159,7 @@ class SegmentOutput:
 
 
 def common_prefix(a: Seq[int], b: Seq[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the length of the common prefix of two token lists."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n

@@ -1,6 +1,6 @@
-"""SlotLM: the bookkeeping that runtimes share: slots, common prefixes and provisional nodes.
+"""SlotLM: the base class of the runtimes. It manages KV cache slots, prefix reuse and provisional nodes.
 
-A runtime adds how a pass runs (`forward`) and how its cache moves (`reserve`, `commit`, `crop`, `copy`).
+A runtime implements the forward pass (`forward`) and the operations on its cache (`reserve`, `commit`, `crop`, `copy`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from outpace.errors import UsageError
 from outpace.models.segment import Segment, SegmentOutput, Slot, common_prefix
 from outpace.threads.worker import Worker
 
-CHUNK = 512  # tokens of a prompt per pass: bounds the memory of a long prefill
-RIDE = 16  # so few tokens are not worth a pass of their own: they are fed together with the next layout
+CHUNK = 512  # prompt tokens per pass; bounds the memory of a long prefill
+RIDE = 16  # up to this many pending tokens get no pass of their own: they run together with the next layout
 
 
 class SlotLM(LM):
-    """A model with slots. It has no capabilities until a runtime gives it some."""
+    """A model with slots. It has no optional capabilities; a runtime adds them."""
 
     chunk: int = CHUNK
 
@@ -32,7 +32,7 @@ class SlotLM(LM):
 
     @abstractmethod
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
-        """Run one pass and write its keys and values."""
+        """Run one forward pass and write its keys and values to the cache."""
 
     @abstractmethod
     def reserve(self, segments: Seq[Segment]) -> None:
@@ -40,18 +40,18 @@ class SlotLM(LM):
 
     @abstractmethod
     def commit(self, slot: int, path: list[int]) -> None:
-        """Move the nodes of `path` to directly after the slot's tokens in its cache."""
+        """Move the cache entries of the nodes in `path` to directly after the slot's tokens."""
 
     @abstractmethod
     def crop(self, slot: int, length: int) -> int:
-        """Forget the tokens after the first `length`; returns how many tokens could be kept."""
+        """Drop the tokens after the first `length`; return how many tokens could be kept."""
 
     @abstractmethod
     def copy(self, source: int, target: int, length: int) -> bool:
-        """Copy the state of the first `length` tokens between slots; False when this model cannot."""
+        """Copy the state of the first `length` tokens between slots; return False if this model cannot."""
 
     def entries(self, tokens: int) -> int:
-        """Cache entries that the first `tokens` of a text take; a model that packs tokens takes fewer."""
+        """Return the cache entries that the first `tokens` of a text take; a model that packs tokens takes fewer."""
         return tokens
 
     def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
@@ -99,7 +99,7 @@ class SlotLM(LM):
         return True
 
     def _feed(self, wanted: list[int], index: int, limit: int | None = None) -> int:
-        """Feed one slot; returns the tokens that were run."""
+        """Feed one slot; return the number of tokens that were run."""
         slot = self.slots[index]
         slot.begun = None
         held = slot.tokens + slot.pending
@@ -112,8 +112,8 @@ class SlotLM(LM):
             self._truncate(index, slot, self.crop(index, common))
         slot.pending = wanted[len(slot.tokens) :]
         if len(slot.pending) > RIDE:
-            self.reserve([Segment(index, slot.length, slot.pending)])  # room for all of it before any of it runs
-        # A long rest runs now, in chunks. A short one rides on the next pass.
+            self.reserve([Segment(index, slot.length, slot.pending)])  # room for all tokens before any runs
+        # A long remainder runs now, in chunks. A short one runs with the next pass.
         start = len(slot.tokens)
         while len(slot.pending) > RIDE and (limit is None or len(slot.tokens) - start < limit):
             self._run([Segment(index, slot.length, slot.pending[: self.chunk])])
@@ -128,10 +128,10 @@ class SlotLM(LM):
             if not self.trees and not layout.is_chain:
                 raise UsageError("this model can only score chains; give its tree a width of 1")
             if slot.layout is not None and not (since and since[i]):
-                self.keep_slot(index, [])  # a new layout overwrites one that was not kept
+                self.keep_slot(index, [])  # the new layout overwrites one that was not kept
             pick = picks[i] if picks else None
             segments.append(Segment(index, slot.length, slot.pending, layout, since[i] if since else 0, pick))
-        if not any(self.slots[index].taps for index in slots):  # of the first layers there would be none
+        if not any(self.slots[index].taps for index in slots):  # a resumed pass has no states of the first layers
             segments = [
                 segment.resume(begun) if (begun := self.slots[segment.slot].begun) else segment for segment in segments
             ]
@@ -141,13 +141,13 @@ class SlotLM(LM):
         self.reserve(segments)
         taps = tuple(sorted({tap for segment in segments for tap in self.slots[segment.slot].taps}))
         for segment in segments:
-            self.slots[segment.slot].begun = None  # used up, also if the pass breaks off
+            self.slots[segment.slot].begun = None  # consumed, even if the pass fails
         outputs = self.forward(segments, taps)
         found = [self._take(segment, output) for segment, output in zip(segments, outputs, strict=True)]
         return [scores for scores in found if scores is not None]
 
     def _take(self, segment: Segment, output: SegmentOutput) -> Scores | None:
-        """What a pass did to a slot; the scores of its layout, if it had one."""
+        """Update a slot after a pass; return the scores of its layout, if it has one."""
         slot, fed, hidden = self.slots[segment.slot], len(segment.pending), None
         slot.tokens.extend(segment.pending)
         slot.length = self.entries(len(slot.tokens))
@@ -174,7 +174,7 @@ class SlotLM(LM):
 
     def keep_slot(self, index: int, path: list[int]) -> None:
         slot = self.slots[index]
-        assert slot.layout is not None, "keep follows score"
+        assert slot.layout is not None, "keep() must follow score()"
         self.commit(index, path)
         slot.tokens.extend(slot.layout.tokens[node] for node in path)
         slot.length = self.entries(len(slot.tokens))
@@ -183,7 +183,7 @@ class SlotLM(LM):
         slot.forget_layout()
 
     def hidden_states(self, slot: Slot) -> Tensor | None:  # [tokens, taps]
-        """Hidden states of the committed tokens of a slot."""
+        """Return the hidden states of the committed tokens of a slot."""
         if len(slot.hidden) > 1:
             slot.hidden = [torch.cat(slot.hidden)]
         return slot.hidden[0] if slot.hidden else None

@@ -1,1 +1,1 @@
-"""Compiled layers for a CPU, and CUDA graphs of them for a GPU."""
+"""Compiled layers for CPUs, and CUDA graphs of compiled layers for GPUs."""

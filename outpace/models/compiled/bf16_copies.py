@@ -1,7 +1,7 @@
-"""Weights read as 16 bits: a float32 model whose weights are all bfloat16 numbers, as most published ones are, keeps
-a second copy of them in half the bytes. A product widens each again, so its result has the same bits.
+"""bfloat16 copies of float32 weights. Kernels read the copies and widen each weight, so results have the same bits.
 
-On a CPU a pass takes as long as its weights take to come from memory.
+Most published models have weights that are exact bfloat16 numbers, even when loaded as float32. A CPU pass is bound by
+reading weights from memory, so a second copy in half the bytes makes it faster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outpace.models.memory import free
 
 
 class Bf16Linear(nn.Module):
-    """A linear layer of float32 whose weights are bfloat16 numbers."""
+    """A float32 linear layer whose weights are stored as bfloat16."""
 
     weight: Tensor
     bias: Tensor | None
@@ -41,17 +41,17 @@ LINEAR = torch.ops.outpace_halves.linear.default
 
 
 class Bf16Copies:
-    """The copies of one model's weights, which all slices of it share."""
+    """The bfloat16 copies of one model's weights, shared by all slices of the model."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, Tensor | None] = {}  # by address; None where bits would be lost
+        self._copies: dict[int, Tensor | None] = {}  # by address; None where bfloat16 would lose bits
 
     @property
     def bytes(self) -> int:
         return sum(copy.nbytes for copy in self._copies.values() if copy is not None)
 
     def shorten(self, model: nn.Module) -> None:
-        """Replace the linear layers of this model, which must be ours, where that loses nothing and memory allows."""
+        """Replace the linear layers of our own copy of a model, where no bits are lost and memory allows."""
         found = linears(model)
         new = {child.weight.data_ptr(): child.weight.nbytes // 2 for *_, child in found}
         missing = sum(count for address, count in new.items() if address not in self._copies)
@@ -63,7 +63,7 @@ class Bf16Copies:
                 setattr(parent, name, Bf16Linear(child, copy))
 
     def stale(self, model: nn.Module) -> bool:
-        """Whether any weight of this model is no longer the one that was copied."""
+        """Return whether any weight of this model has changed since it was copied."""
         weights = [layer.weight.detach() for layer in model.modules() if type(layer) is nn.Linear]
         return bool(self._copies) and any(self._changed(weight) for weight in weights)
 

@@ -1,8 +1,8 @@
-"""Kept code: what the compiler made of a kind of layer, on disk, so that the next process neither traces nor compiles.
+"""Disk cache of compiled layer code, so that the next process neither traces nor compiles.
 
-The code belongs to one kind of layer, one processor and one version of everything that it was made from; all of that is
-its key. It is compared with eager passes before it is used, like code that was just compiled. What is read here was
-written by the same user, in the cache folder, as all of torch's own compiled code is.
+The key of an entry is the kind of layer, the processor, and the versions of everything that the code was made from.
+Loaded code is compared with eager passes before it is used, like newly compiled code. Entries are written by the same
+user, in the cache folder, like torch's own compiled code.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from outpace.storage.files import cache_dir, write_whole
 from outpace.version import __version__
 
 logger = logging.getLogger(__name__)
-# Files of ours that become part of the code.
+# Our source files that become part of the code.
 OWN = ("compiled/layers.py", "compiled/packing.py", "hf/attention.py", "kernels/few_rows.cpp")
 
 
 class CachedLayerCode(NamedTuple):
-    """Compiled code of a layer, and the names of its arguments."""
+    """Compiled code of a layer and the names of its arguments."""
 
     call: Callable[..., Any]
     names: list[str]
 
 
 def place(layer: nn.Module, about: object) -> Path:
-    """Where the code of a kind of layer is kept; `about` is what makes two layers of these classes the same code."""
+    """Return the folder for the code of a kind of layer; `about` is what layers that share code have in common."""
     sources = {inspect.getfile(type(module)) for module in layer.modules()}
     sources |= {str(Path(__file__).parents[1] / name) for name in OWN}
     digest = hashlib.sha256()
@@ -53,12 +53,12 @@ def place(layer: nn.Module, about: object) -> Path:
 
 @contextmanager
 def keeping(folder: Path, names: list[str]) -> Iterator[None]:
-    """Keep what is compiled inside: the code of one layer, whose arguments have these names."""
+    """Save what is compiled in this context: the code of one layer, with arguments of these names."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.standalone_compile import CacheCompiledArtifact
     from torch.compiler._cache import CacheArtifactManager
 
-    # What torch remembers of the same graph has conditions on the sizes of another trace, so it is not asked.
+    # A fresh cache: torch's own entry for the same graph has guards on the sizes of another trace.
     with CacheArtifactManager.with_fresh_cache(), torch.compiler.config.patch(cache_key_tag=uuid4().hex):  # type: ignore[attr-defined]
         yield
         made = CacheCompiledArtifact(lambda: None, torch.compiler.save_cache_artifacts())
@@ -67,11 +67,11 @@ def keeping(folder: Path, names: list[str]) -> Iterator[None]:
         made.save(path=str(folder / "code.bin"), format="binary")
         write_whole(folder / "code.json", json.dumps({"names": names, "instructions": str(pick_vec_isa())}))
     except (OSError, RuntimeError, AssertionError) as error:
-        logger.warning("compiled code could not be kept: %s", error)
+        logger.warning("Compiled code could not be saved for the next run: %s", error)
 
 
 def load(folder: Path) -> CachedLayerCode | None:
-    """What was kept; None if there is nothing that can be used."""
+    """Load saved code; return None if there is none that can be used."""
     try:
         about = json.loads((folder / "code.json").read_text(encoding="utf-8"))
         if not _known(about["instructions"]):
@@ -83,14 +83,16 @@ def load(folder: Path) -> CachedLayerCode | None:
         )
     except FileNotFoundError:
         return None
-    except Exception as error:  # whatever is wrong with it, it can be compiled again
-        logger.info("compiled code that was kept cannot be used: %s", error)
+    except Exception as error:  # whatever is wrong, the layer can be compiled again
+        logger.info("Saved compiled code cannot be used, so it is compiled again: %s", error)
         return None
 
 
 def _known(instructions: str) -> bool:
-    """Whether the processor has the instructions that were tried when the code was made. The compiler would try them
-    again in every process, which takes a second."""
+    """Return whether the processor has the vector instructions that the code was compiled for.
+
+    If so, the compiler skips its own test of them, which takes a second in every process.
+    """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     before = inductor.cpp.vec_isa_ok

@@ -1,4 +1,4 @@
-"""Compiled passes of a few tokens on a CPU, with our own kernels. Prompts run eagerly, on the same cache."""
+"""Compiled passes of a few tokens on a CPU, with our own kernels. Prompts run eagerly on the same cache."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from outpace.models.hf.stages import LayerSpan, StageOutputs
 from outpace.models.kernels import cpu
 from outpace.models.segment import Segment, SegmentOutput, joined
 
-FEWEST = 2  # tokens and segments of a pass: a size of one would be compiled as another program
+FEWEST = 2  # tokens and segments of a pass; a size of one would compile as another program
 
 
 class CpuRunner(CompiledRunner):
     """Compiled passes of a float32 model on a CPU."""
 
-    most_tokens = 64  # with more, torch's own products are as fast
+    most_tokens = 64  # beyond this, torch's own matrix products are as fast
 
     @classmethod
     def problem(cls, lm: TransformersLM) -> str | None:
         if lm.device.type != "cpu" or lm.model.dtype != torch.float32:
-            return "there are kernels for float32 on a CPU only"
+            return "the CPU kernels need a float32 model on a CPU"
         if not cpu.available():
             return "no C++ compiler with OpenMP was found"
         return None
@@ -59,7 +59,7 @@ class CpuRunner(CompiledRunner):
         return out._replace(states=out.states[: sum(len(segment.tokens) for segment in segments)])
 
     def _packed(self, segments: Seq[Segment]) -> tuple[Tensor, dict[str, Any]]:
-        """The tokens of a pass, and all else that the module is given with them."""
+        """Return the tokens of a pass and the other arguments of the module."""
         count = sum(len(segment.tokens) for segment in segments)
         packed = packing.pack(segments, self.cache, max(FEWEST, count), max(FEWEST, len(segments)))
         columns = torch.tensor(packed.columns)
@@ -68,9 +68,9 @@ class CpuRunner(CompiledRunner):
         return ids, self.given(positions, plan) | joined(segments, len(ids))
 
     def attach(self, head: PreTrainedModel) -> TransformersLM:
-        # A pass takes as long as its weights take to come from memory, and a draft may be a little different.
+        # A pass is bound by reading its weights from memory, and a draft tolerates the rounding of int8.
         lm = HeadLM.of_head(quantize(twin(head)))
         return HeadLM.of_head(head) if type(self).install(lm) is None else lm
 
     def ready(self, head: Any) -> Any:
-        return shortened(head)  # for the same reason
+        return shortened(head)  # int8 weights, as in `attach`

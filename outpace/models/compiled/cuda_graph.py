@@ -1,7 +1,7 @@
-"""Compiled passes as CUDA graphs, one for each size of a pass, with the choice of tokens inside.
+"""Compiled passes as CUDA graphs, one for each size of a pass, which also choose the tokens.
 
-Between two passes the host writes one small buffer and reads another. A graph is captured when its size first comes
-up; sizes are rounded up to a few, so there are few graphs, and they share their memory.
+Between two passes the host writes one small buffer and reads another. A graph is captured when its size first occurs.
+Sizes are rounded up to a small set, so there are few graphs, and they share their memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from outpace.models.slots import CHUNK
 from outpace.sampling.noise import words_of
 from outpace.sampling.sampler import Pick
 
-MOST_GRAPHS = 48  # the one that was not used for longest goes
+MOST_GRAPHS = 48  # beyond this, the least recently used graph is dropped
 NO_LIMITS = [0.0, 0.0, 0.0]
 
 
@@ -78,14 +78,14 @@ class GraphRunner(CompiledRunner):
 
     @property
     def chunk(self) -> int:  # type: ignore[override]
-        """As much of a prompt as a graph can take: to launch an eager pass takes longer than several graphs."""
+        """As much of a prompt as a graph can take: launching an eager pass takes longer than several graphs."""
         return packing.LONGEST if self.most_tokens else CHUNK
 
     def early_exit(self, count: int) -> LM:
         return EarlyExitGraphLM(self, count)
 
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
-        """Several passes where one would be too large to be captured: eagerly it takes far longer than those."""
+        """Run a pass that is too large to be captured as several graphs, which is far faster than one eager pass."""
         parts = packing.parts(segments, self.most_tokens)
         if len(parts) == 1 or not self.most_tokens:
             return super().forward(segments, taps)
@@ -109,18 +109,18 @@ class GraphRunner(CompiledRunner):
         return outputs
 
     def launch_after(self, last: LastPass, segments: list[Segment]) -> LastPass:
-        """Launch a pass whose tokens are what the last one chooses at these places, before the host has read it."""
+        """Launch a pass that feeds the last pass's choices at these places, before the host has read them."""
         key = last.captured.key
         captured = self.captured(GraphKey.of_pass(segments, key.taps)._replace(turn=1 - key.turn))
         self.stage(captured, segments)
         chosen = last.captured.outputs.chosen
-        assert chosen is not None, "a whole pass chooses"
+        assert chosen is not None, "a pass of all layers chooses tokens"
         captured.ids.copy_(chosen[0].index_select(0, captured.ids))
         captured.launch()
         return LastPass(captured, segments, self._picks.outputs(captured, segments))
 
     def choices_are_sure(self) -> bool:
-        """Whether the device made nearly all choices of the last passes itself, so that a pass can rely on them."""
+        """Return whether the device made nearly all recent choices itself, so that a pass can build on them."""
         return self._picks.gate.is_open()
 
     def forget(self, slot: int) -> None:
@@ -143,7 +143,7 @@ class GraphRunner(CompiledRunner):
         captured.launch()
         states, logits = captured.outputs.states, captured.outputs.logits
         assert states is not None
-        wanted = None if nodes is None or logits is None else logits[_together(nodes)]
+        wanted = None if nodes is None or logits is None else logits[_index(nodes)]
         return StageOutputs(states[:count].clone(), wanted)
 
     def draft(
@@ -154,7 +154,7 @@ class GraphRunner(CompiledRunner):
         return self._chains.draft(slots, tokens, shapes, picks)
 
     def stage(self, captured: CapturedPass, segments: Seq[Segment]) -> None:
-        """Send the device everything that a pass needs to know, in one copy."""
+        """Send all inputs of a pass to the device in one copy."""
         tokens = captured.key.tokens
         packed = packing.pack(segments, self.cache, tokens, captured.key.batch)
         host = captured.staging.open()
@@ -174,11 +174,11 @@ class GraphRunner(CompiledRunner):
         captured.staging.send()
 
     def captured(self, key: GraphKey) -> CapturedPass:
-        """The graph of this size, captured if it is not there."""
-        if self._generation != self.cache.generation:  # the pool moved: graphs read the old one
-            torch.cuda.synchronize()  # one of them may still run
+        """Return the graph for this key; capture it if it is missing."""
+        if self._generation != self.cache.generation:  # the pool has moved, and graphs read the old one
+            torch.cuda.synchronize()  # a graph may still be running
             self._graphs.clear()
-            self.graph_memory = torch.cuda.graph_pool_handle()  # the old one went with its last graph
+            self.graph_memory = torch.cuda.graph_pool_handle()  # the old handle died with its last graph
             self._generation = self.cache.generation
         if key not in self._graphs:
             start = time.perf_counter()
@@ -235,7 +235,7 @@ class GraphRunner(CompiledRunner):
         return run
 
 
-def _together(nodes: list[int]) -> slice | list[int]:
-    """Neighbours are read where they are."""
-    neighbours = nodes[-1] - nodes[0] == len(nodes) - 1
-    return slice(nodes[0], nodes[-1] + 1) if neighbours else nodes
+def _index(nodes: list[int]) -> slice | list[int]:
+    """Return a slice for consecutive nodes, which needs no copy."""
+    consecutive = nodes[-1] - nodes[0] == len(nodes) - 1
+    return slice(nodes[0], nodes[-1] + 1) if consecutive else nodes

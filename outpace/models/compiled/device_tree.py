@@ -1,7 +1,7 @@
-"""Trees that grow on the device, level by level, and are read by the host once.
+"""Draft trees that grow on the device, level by level, and that the host reads once.
 
-At each level a draft ranks what could follow the nodes that it was fed. The candidates with the likeliest paths are the
-nodes that it is fed next. No step needs the host, so all of it is captured on a GPU.
+At each level the draft ranks the tokens that may follow the nodes it was fed. The candidates with the likeliest paths
+become the nodes that it is fed next. No step needs the host, so on a GPU every step is captured.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from outpace.core.lm import DraftShape, DraftToken
 from outpace.core.tree import Tree
 from outpace.models.compiled.graph_pass import capture
 
-STATE = (-1,)  # the tap of what a model feeds back to itself
+STATE = (-1,)  # the tap of the state that a model feeds back to itself
 
 
 class DraftDevice(NamedTuple):
-    """Where a draft runs, and what it feeds back to itself with each node."""
+    """Where a draft runs, and the state that it feeds back to itself with each node."""
 
     device: torch.device
-    hidden: int = 0  # numbers of a state; 0: it takes none
+    hidden: int = 0  # size of the state; 0: the draft takes none
     dtype: torch.dtype = torch.float32
 
 
 class TreeLevels(NamedTuple):
-    """The trees of several rows. Candidates of a level lie by the node that they follow, then by rank."""
+    """The trees of a batch, one row per request. Candidates of a level are ordered by parent node, then by rank."""
 
-    level: Tensor  # [1]: of the nodes that are fed next
+    level: Tensor  # [1]: the level of the nodes that are fed next
     tokens: Tensor  # [rows, width]: the nodes that are fed next
-    reach: Tensor  # [rows, width]: logarithm of the probability of their paths
-    entering: Tensor | None  # [rows, width, hidden], for a model that takes states
-    listed: Tensor  # [levels, rows, width * width]: tokens that could follow
-    reached: Tensor  # the same: their reach
+    reach: Tensor  # [rows, width]: log probabilities of their paths
+    entering: Tensor | None  # [rows, width, hidden]: input states, for a model that takes states
+    listed: Tensor  # [levels, rows, width * width]: candidate tokens
+    reached: Tensor  # [levels, rows, width * width]: log probabilities of their paths
     fed: Tensor  # [levels, rows, width]: which candidates of a level became its nodes
-    ids: Tensor | None  # of the tokens that the draft knows, if its distributions are over those alone
+    ids: Tensor | None  # token ids of the draft vocabulary, if the draft has a smaller one
 
     @classmethod
     def empty(cls, levels: int, rows: int, width: int, ids: Tensor | None, fed: DraftDevice) -> TreeLevels:
@@ -63,28 +63,28 @@ class TreeLevels(NamedTuple):
         return self.tokens.shape[1]
 
     def open(self, logits: Tensor, left: Tensor | None) -> None:
-        """From the distributions behind the roots, and what the model left there, to the first level."""
+        """Start the first level from the logits at the roots and the states that the model left there."""
         width, device = self.width, logits.device  # [rows, vocab], [rows, hidden]
         self.level.zero_()
         likeliest, reach = self._likeliest(logits)
         self.tokens.copy_(likeliest)
         self.reach.copy_(reach)
-        self.reached[0].fill_(-torch.inf)  # one node has fewer candidates than so many
+        self.reached[0].fill_(-torch.inf)  # a root has only `width` candidates
         self.listed[0, :, :width], self.reached[0, :, :width] = likeliest, reach
         self.fed[0].copy_(torch.arange(width, device=device).expand(self.rows, -1))
         if self.entering is not None and left is not None:
             self.entering.copy_(left[:, None].expand_as(self.entering))
 
     def _likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens, and the logarithm of how likely they are."""
-        # [nodes, vocab or known tokens] -> [nodes, width] twice
+        """Return the top tokens and their log probabilities."""
+        # [nodes, vocab or draft vocab] -> [nodes, width] twice
         logits = logits.float()
         values, places = logits.topk(self.width)
         named = self.ids is not None and logits.shape[-1] == len(self.ids)
         return self.ids[places] if named else places, values - logits.logsumexp(-1, keepdim=True)  # type: ignore[index]
 
     def advance(self, logits: Tensor, left: Tensor | None) -> Tensor:
-        """From the nodes of a level, whose distributions these are, to the next; returns which of them each follows."""
+        """Go from the nodes of a level, with these logits, to the next level; return the parents of the new nodes."""
         rows, width = self.rows, self.width  # [rows * width, vocab], [rows * width, hidden] -> [rows, width]
         likeliest, probs = self._likeliest(logits)
         probs = probs.view(rows, width, width)
@@ -103,8 +103,8 @@ class TreeLevels(NamedTuple):
         return parents
 
     def numbers(self, depth: int, count: int, deepest: Tensor) -> Tensor:
-        """The `count` likeliest candidates of each row, no deeper than it may go, and which nodes were fed."""
-        # deepest: [rows]; of each row: places, tokens and reach of the candidates, then by level what was fed
+        """Return the `count` likeliest candidates of each row, within its depth limit, and which nodes were fed."""
+        # deepest: [rows]; of each row: places, tokens and reach of the candidates, then what was fed at each level
         late = torch.arange(depth, device=deepest.device)[:, None] >= deepest  # [levels, rows]
         reached = self.reached[:depth].masked_fill(late[..., None], -torch.inf)
         best = reached.transpose(0, 1).flatten(1).topk(count)
@@ -116,7 +116,7 @@ class TreeLevels(NamedTuple):
 
 
 class DeviceTrees:
-    """Levels, and how they grow: by functions that are captured once, if there is memory for graphs."""
+    """Grows the levels with functions that are captured once, if `memory` (a CUDA graph pool) is given."""
 
     def __init__(self, levels: TreeLevels, advance: Callable[[], None], memory: Any):
         self.levels, self._memory = levels, memory
@@ -129,7 +129,7 @@ class DeviceTrees:
         return function if self._memory is None else capture(function, self._memory)
 
     def grow(self, logits: Tensor, left: Tensor | None, shapes: Seq[DraftShape]) -> list[DeviceTree]:
-        """Trees behind roots with these distributions; the host waits once, at the end."""
+        """Grow trees from roots with these logits. The host waits once, at the end."""
         # [rows, vocab], [rows, hidden]
         rows, width, depth = len(shapes), self.levels.width, max(shape.depth for shape in shapes)
         count = min(max(shape.nodes for shape in shapes), depth * width**2)
@@ -150,9 +150,9 @@ class DeviceTrees:
 
 
 class DeviceTree(NamedTuple):
-    """A row's tree, as numbers."""
+    """The tree of one request, read from the device."""
 
-    best: list[int]  # places of the likeliest candidates, of all levels
+    best: list[int]  # places of the likeliest candidates among those of all levels
     tokens: list[int]
     reach: list[float]
     fed: list[list[int]]  # [levels]: which candidates of the level became its nodes
@@ -160,7 +160,7 @@ class DeviceTree(NamedTuple):
 
     @classmethod
     def from_numbers(cls, numbers: list[float], count: int, depth: int, width: int) -> DeviceTree:
-        """From what `TreeLevels.numbers` says of a row."""
+        """Read one row of `TreeLevels.numbers`."""
         picked, tokens, reach = (numbers[i * count : (i + 1) * count] for i in range(3))
         rest = [[int(n) for n in numbers[at : at + width]] for at in range(3 * count, len(numbers), width)]
         return cls([int(n) for n in picked], [int(n) for n in tokens], reach, rest[:depth], rest[depth:])
@@ -180,7 +180,7 @@ class DeviceTree(NamedTuple):
         return found
 
     def fed_after(self, root: int) -> Tree:
-        """The tree that the model has seen."""
+        """Return the tree of the nodes that were fed to the model."""
         tree, width = Tree([root]), len(self.fed[0])
         for level, (chosen, words) in enumerate(zip(self.fed[:-1], self.words, strict=False)):
             for candidate, word in zip(chosen, words, strict=True):

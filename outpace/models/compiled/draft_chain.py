@@ -1,8 +1,8 @@
-"""Chains of a draft that stay on the device: every step feeds its own choice to the next, and the host reads once.
+"""Draft chains on the device: each step feeds its choice to the next step, and the host reads once, at the end.
 
-One graph is one step: a token for each slot. What changes from step to step (lengths, the choice, the noise's words) is
-advanced by the graph itself, so a chain is the same graph replayed. The draft may be the first layers of a model: then
-what leaves them is kept, for the others to go on from.
+One graph runs one step, with one token for each slot. The graph itself advances what changes between steps (lengths,
+the chosen token, the noise words), so a chain replays the same graph. For an early-exit draft, the hidden states of the
+first layers are kept, so that the other layers can resume from them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from outpace.models.compiled.cuda_graph import GraphRunner
 
 MOST_STEPS = 32
-LENGTH, TEMPERATURE, STEP = 1, 4, 5  # rows of what is given
+LENGTH, TEMPERATURE, STEP = 1, 4, 5  # rows of `ChainState.given`
 
 
 class ChainStart(NamedTuple):
-    """Where a slot's chain goes on: the token to feed, where its slot begins, how many entries it has."""
+    """Where a slot's chain starts: the token to feed, the first pool entry of the slot, and its length."""
 
     token: int
     base: int
@@ -41,15 +41,15 @@ class ChainStart(NamedTuple):
 
 
 class ChainState(NamedTuple):
-    """What the graph reads and advances."""
+    """The tensors that the graph reads and advances."""
 
-    # [2, 6, batch], pinned: token, length, base, 1 for a live slot, temperature, step; then what each grows by
+    # [2, 6, batch], pinned: token, length, base, 1 for a live slot, temperature, step; then their increments per step
     staged: Tensor
     given: Tensor  # the same on the device
     noise: Tensor  # [steps, batch, 2]
-    out: Tensor  # [steps, 4, batch]: what `choose` gives
-    states: Tensor | None  # [steps, batch, hidden]: what leaves a span of layers
-    entering: Tensor | None  # [batch, hidden]: what a model that takes features feeds back to itself
+    out: Tensor  # [steps, 4, batch]: the results of `choose`
+    states: Tensor | None  # [steps, batch, hidden]: output of a span of layers
+    entering: Tensor | None  # [batch, hidden]: states that a model with features feeds back to itself
 
     @classmethod
     def empty(cls, batch: int, runner: GraphRunner, span: LayerSpan | None) -> ChainState:
@@ -64,21 +64,21 @@ class ChainState(NamedTuple):
 
 
 class ChainStep(NamedTuple):
-    """A captured step."""
+    """A captured draft step."""
 
     state: ChainState
     advance: Replay[None]
 
 
 class DraftedChain(NamedTuple):
-    """A slot's chain."""
+    """The drafted chain of one slot."""
 
     tokens: list[DraftToken]
-    states: Tensor | None  # [steps, hidden], of what was fed
+    states: Tensor | None  # [steps, hidden]: states of the fed tokens
 
 
 class DraftChains:
-    """The step of a model, or of its first layers, captured once for each batch size."""
+    """The draft step of a model, or of its first layers, captured once per batch size."""
 
     def __init__(self, runner: GraphRunner, span: LayerSpan | None = None):
         self.runner, self.span = runner, span
@@ -88,15 +88,16 @@ class DraftChains:
     def draft(
         self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
     ) -> list[list[DraftToken]] | None:
-        """Chains of a whole model, after each slot and its token."""
+        """Draft chains of the whole model after each slot and its token."""
         lm = self.runner.lm
         if not self.runner.most_tokens or len(slots) > packing.MOST_SEGMENTS:
-            return None  # compiled passes were given up, or there are too many slots for one
+            return None  # compiled passes were given up, or there are too many slots for one pass
         steps = min(max(shape.depth for shape in shapes), MOST_STEPS)
-        scores = lm.score([Tree([token]) for token in tokens], slots, picks=picks)  # with what the slots have pending
+        # The first pass also feeds the pending tokens of the slots.
+        scores = lm.score([Tree([token]) for token in tokens], slots, picks=picks)
         found = []
         for score in scores:
-            assert score.picked is not None, "a choice without filters is made by the graph"
+            assert score.picked is not None, "the graph makes choices without filters"
             found.append([DraftToken(score.picked.tokens[0], score.picked.probs[0])])
         if steps > 1:
             chain = Tree.chain([0] * steps)
@@ -115,12 +116,12 @@ class DraftChains:
         return found
 
     def _left(self, slot: int) -> Tensor | None:
-        """The state that enters with a slot's first draft token, in a model that takes features."""  # [hidden]
+        """Return the input state of a slot's first draft token, for a model that takes features."""  # [hidden]
         left = self.runner.lm.slots[slot].provisional
         return left[0] if self.runner.lm.takes_features and left is not None else None
 
     def run(self, starts: Seq[ChainStart], steps: int) -> list[DraftedChain]:
-        """The next `steps` tokens of each slot, with their probabilities."""
+        """Return the next `steps` draft tokens of each slot, with their probabilities."""
         state, advance = self._graph(rounded(len(starts), BATCHES))
         self._begin(state, starts, steps)
         for _ in range(steps):
@@ -128,13 +129,13 @@ class DraftChains:
         tokens, _, probs, _ = state.out[:steps, :, : len(starts)].transpose(0, 1).tolist()
         chains = []
         for i in range(len(starts)):
-            # A step follows the token before it, and the first one follows a token drafted before the chain.
+            # Each token follows the one before it; the first follows a token that was drafted before the chain.
             drafted = [DraftToken(int(t[i]), p[i], step) for step, (t, p) in enumerate(zip(tokens, probs, strict=True))]
             chains.append(DraftedChain(drafted, None if state.states is None else state.states[:steps, i].clone()))
         return chains
 
     def _begin(self, state: ChainState, starts: Seq[ChainStart], steps: int) -> None:
-        """Send where every slot stands, in one copy, and the words of the noise, where there is any."""
+        """Send the start of every slot in one copy, and the noise words where requests sample."""
         state.staged.zero_()
         rows = [[start.token, start.length, start.base, 1] for start in starts]
         state.staged[0, :4, : len(rows)] = torch.tensor(rows).T
@@ -168,7 +169,7 @@ class DraftChains:
         (token, length, base, live, temperature, step), growth = state.given
         first = torch.arange(len(token), device=token.device)
         bits = torch.zeros(len(token), packing.WORDS, dtype=torch.int64, device=token.device)
-        bits[:, 0] = 1  # of this pass a token sees itself
+        bits[:, 0] = 1  # of the entries of this pass, a token sees only its own
 
         def advance() -> None:
             segments = torch.stack([first, live, base, length], dim=1)

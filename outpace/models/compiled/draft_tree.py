@@ -1,6 +1,7 @@
-"""Trees that a draft grows by itself: every level feeds its likeliest nodes to the next, and the host reads once.
+"""Draft trees that a model with compiled passes grows on the device. The host reads once, at the end.
 
-One program is one level: so many nodes of each slot. On a GPU it is captured, so a tree is the same graph replayed.
+Each level feeds its likeliest nodes to the next. One program runs one level, with `width` nodes of each slot. On a GPU
+it is captured, so growing a tree replays the same graph.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class NodePlaces(NamedTuple):
-    """Where the nodes of a program go, beside what they are."""
+    """Where the nodes of a program are written, and which entries they see."""
 
-    slots: Tensor  # [3, batch]: where the slot begins in the pool, its entries with the root, 1 for one that is used
+    slots: Tensor  # [3, batch]: first pool entry of the slot, its entries including the root, 1 for a used slot
     bits: Tensor  # [batch, width, words]: the ancestors of the nodes that are fed next
-    own: Tensor  # [levels, width, words]: the bit of each node among the ancestors
+    own: Tensor  # [levels, width, words]: the bit that stands for each node
 
     @classmethod
     def empty(cls, levels: TreeLevels) -> NodePlaces:
@@ -44,14 +45,14 @@ class NodePlaces(NamedTuple):
 
 
 class TreeProgram(NamedTuple):
-    """How trees of one batch size and one width grow."""
+    """The program that grows trees of one batch size and one width."""
 
     trees: DeviceTrees
     place: NodePlaces
 
 
 class DraftTrees:
-    """Trees of a model with compiled passes."""
+    """Draft trees of a model with compiled passes."""
 
     def __init__(self, runner: CompiledRunner):
         self.runner, self.lm = runner, runner.lm
@@ -59,7 +60,7 @@ class DraftTrees:
         self._generation = runner.cache.generation
 
     def fit(self, shapes: Seq[DraftShape]) -> bool:
-        """Whether trees of these shapes can be grown, a slot each."""
+        """Return whether trees of these shapes, one per slot, can be grown here."""
         lm, width, ids = self.lm, shapes[0].width, getattr(self.lm.model, "ids", None)
         entries = 1 + (max(shape.depth for shape in shapes) - 1) * width  # the last level is not fed
         return (
@@ -74,16 +75,16 @@ class DraftTrees:
         return slots if self.lm.device.type == "cpu" else rounded(slots, BATCHES)
 
     def reserve(self, slots: Seq[int], shapes: Seq[DraftShape]) -> None:
-        """Make room for all that will be fed, before anything is; raises `CacheFull`."""
+        """Reserve room for everything that will be fed, or raise `CacheFull`."""
         fed = (max(shape.depth for shape in shapes) - 1) * shapes[0].width
         tree, held = Tree.chain([0] * (1 + fed)), [(index, self.lm.slots[index]) for index in slots]
         self.lm.reserve([Segment(index, slot.length, slot.pending, tree) for index, slot in held])
 
     @torch.no_grad()
     def grow(self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape]) -> list[list[DraftToken]]:
-        """The likeliest `nodes` draft tokens after each slot and its token, parents first; all of one width."""
+        """Return the likeliest `nodes` draft tokens after each slot and its token, parents first; all of one width."""
         lm, width = self.lm, shapes[0].width
-        scores = lm.score([Tree([token]) for token in tokens], slots)  # with what the slots have pending
+        scores = lm.score([Tree([token]) for token in tokens], slots)  # also feeds the pending tokens
         trees, place = self._program(self._batch(len(slots)), width)
         where = [(self.runner.cache.base(slot), lm.slots[slot].length + 1, 1) for slot in slots]
         where += [(0, 0, 0)] * (trees.levels.rows - len(slots))
@@ -92,13 +93,13 @@ class DraftTrees:
         found = trees.grow(torch.cat([score.logits.all() for score in scores]), self._left(slots), shapes)
         for index, token, read in zip(slots, tokens, found, strict=True):
             slot = lm.slots[index]
-            # States that a head fed back to itself are not those of the text, so its tree cannot be kept.
+            # A head that feeds its own states back did not see those of the text, so its tree cannot be kept.
             slot.layout = Tree([token]) if lm.takes_features else read.fed_after(token)
             slot.scored = len(slot.layout)
         return [read.draft_tokens(shape) for read, shape in zip(found, shapes, strict=True)]
 
     def _left(self, slots: Seq[int]) -> Tensor | None:
-        """What a model that takes features left at the roots."""  # [slots, hidden]
+        """Return the states at the roots, for a model that takes features."""  # [slots, hidden]
         if not self.lm.takes_features:
             return None
         left = [self.lm.slots[slot].provisional for slot in slots]
@@ -106,7 +107,7 @@ class DraftTrees:
 
     def _program(self, batch: int, width: int) -> TreeProgram:
         runner, lm = self.runner, self.lm
-        if self._generation != runner.cache.generation:  # the pool moved: captured programs read the old one
+        if self._generation != runner.cache.generation:  # the pool has moved, and captured programs read the old one
             self._programs.clear()
             self._generation = runner.cache.generation
         if (batch, width) not in self._programs:
@@ -120,14 +121,15 @@ class DraftTrees:
         return self._programs[batch, width]
 
     def _level(self, levels: TreeLevels, place: NodePlaces) -> Callable[[], None]:
-        rows, width, device = levels.rows, levels.width, levels.tokens.device
+        batch, width, device = levels.rows, levels.width, levels.tokens.device
         base, length, live = place.slots
         runner = self.runner
-        ranks, first = torch.arange(width, device=device), torch.arange(rows, device=device) * width
-        none = torch.zeros(max(2 - rows, 0), 4, dtype=torch.int64, device=device)  # one segment is another program
+        ranks, first = torch.arange(width, device=device), torch.arange(batch, device=device) * width
+        # Pad to two segments, because a size of one would compile as another program.
+        none = torch.zeros(max(2 - batch, 0), 4, dtype=torch.int64, device=device)
 
         def advance() -> None:
-            # What only fills up the pass is written to the pool's scrap.
+            # Padding is written to the pool's scrap entries.
             entries = (base + length + levels.level * width) * live
             positions = (length + levels.level).repeat_interleave(width)
             segments = torch.cat([torch.stack([first, live * width, base, length], dim=1), none])
@@ -136,7 +138,7 @@ class DraftTrees:
             if levels.entering is not None:
                 given["features"] = levels.entering.flatten(0, 1)[None]
             if levels.ids is not None:
-                given["narrow"] = True  # of the tokens that it knows: the others take most of the time
+                given["narrow"] = True  # logits of the draft vocabulary only: the full one takes most of the time
             with recording(runner.module, STATE if levels.entering is not None else ()) as recorded:
                 logits = runner.module(input_ids=levels.tokens.flatten()[None], **given).logits[0]
             parents = levels.advance(logits, recorded[-1] if recorded else None)

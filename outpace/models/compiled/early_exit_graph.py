@@ -1,4 +1,4 @@
-"""EarlyExitGraphLM: a model's first layers as a draft whose chains stay on the device."""
+"""EarlyExitGraphLM: an early-exit draft whose chains are drafted on the device, with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EarlyExitGraphLM(EarlyExitLM):
-    """The first layers of a model that runs as graphs."""
+    """The first layers of a model that runs as CUDA graphs, as a draft."""
 
     def __init__(self, runner: GraphRunner, count: int):
         super().__init__(runner.lm, count, runner.lm.layers.first_layers)
@@ -35,11 +35,11 @@ class EarlyExitGraphLM(EarlyExitLM):
     ) -> list[list[DraftToken]] | None:
         lm, device = self.runner.lm, self.runner.lm.device
         if shapes[0].width > 1 or not self.runner.most_tokens or len(slots) > packing.MOST_SEGMENTS:
-            return None  # a tree, compiled passes that were given up, or too many slots for one
+            return None  # a tree, compiled passes were given up, or too many slots for one pass
         steps = min(max(shape.depth for shape in shapes), MOST_STEPS)
-        lm.reserve([self._segment(slot, Tree.chain([0] * steps)) for slot in slots])  # before anything is begun
-        scores = self.score([Tree([token]) for token in tokens], slots)  # with what the slots have pending
-        lengths = [self._segment(slot, None).end + 1 for slot in slots]  # with the root
+        lm.reserve([self._segment(slot, Tree.chain([0] * steps)) for slot in slots])  # before anything runs
+        scores = self.score([Tree([token]) for token in tokens], slots)  # also feeds the pending tokens
+        lengths = [self._segment(slot, None).end + 1 for slot in slots]  # including the root
         noise = torch.cat([words(p.seed, torch.tensor([n])) for p, n in zip(picks, lengths, strict=True)])
         temperatures = torch.tensor([pick.temperature for pick in picks], device=device)
         logits = torch.cat([score.logits.all() for score in scores])

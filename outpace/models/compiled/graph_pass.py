@@ -1,4 +1,4 @@
-"""A pass of one size as a CUDA graph, and the memory through which the host talks to it."""
+"""A forward pass of one size as a CUDA graph, and the buffers between it and the host."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from outpace.sampling.sampler import MinP, Pick, TopK, TopP
 
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, rounded up
 BATCHES = (2, 4, 8, 16, 32, 64)  # segments of a pass, rounded up
-# Of a token: id, position, entry, bits; words of noise, temperature; top_k, top_p, min_p.
+# Columns of a token: id, position, pool entry, bits, noise words, temperature, top_k, top_p, min_p.
 NOISE, TEMPERATURE = slice(3 + packing.WORDS, 5 + packing.WORDS), 5 + packing.WORDS
 LIMITS = slice(6 + packing.WORDS, 9 + packing.WORDS)
 COLUMNS = LIMITS.stop
-FOUND = 4  # numbers of a choice: token, largest logit, probability, whether it is sure
-BUFFERS = 2  # that the host writes in turns
+FOUND = 4  # numbers of a choice: token, largest logit, probability, whether it is certain
+BUFFERS = 2  # host buffers, written in turns
 
 
 def rounded(count: int, sizes: Seq[int]) -> int:
-    """The smallest of these sizes that holds `count`."""
+    """Return the smallest of these sizes that holds `count`."""
     return next(size for size in sizes if size >= count)
 
 
 class GraphKey(NamedTuple):
-    """What a graph is captured for."""
+    """The properties of a pass that need a graph of their own."""
 
     tokens: int
     batch: int
     taps: tuple[int, ...] = ()
-    span: LayerSpan | None = None  # of layers; None: all of them
-    heads: bool = True  # whether logits are wanted
-    filtered: bool = False  # whether tokens are left out before a choice
-    turn: int = 0  # of two graphs: one runs while what the other left is read
+    span: LayerSpan | None = None  # the layers that run; None: all
+    heads: bool = True  # whether logits are computed
+    filtered: bool = False  # whether filters (top_k, top_p, min_p) apply before a choice
+    turn: int = 0  # 0 or 1, for two graphs in turns: one runs while the outputs of the other are read
 
     @classmethod
     def of_pass(cls, segments: Seq[Segment], taps: tuple[int, ...] = ()) -> GraphKey:
@@ -49,7 +49,7 @@ class GraphKey(NamedTuple):
 
 
 def limits(pick: Pick | None) -> list[float] | None:
-    """What the graph is told of a pick's filters; None: it has none, or some that a graph has not."""
+    """Return the filters of a pick as input of a graph; None if it has none, or one that graphs do not support."""
     found = [0.0, 0.0, 0.0]
     for keep in pick.filters if pick is not None else ():
         match keep:
@@ -68,13 +68,13 @@ class GraphOutputs(NamedTuple):
     """What a captured pass leaves in its memory."""
 
     logits: Tensor | None  # [tokens, vocab]
-    states: Tensor | None  # [tokens, hidden]: what leaves the last layer of a span
+    states: Tensor | None  # [tokens, hidden]: output of the last layer of a span
     recorded: dict[int, Tensor]  # tap -> [tokens, hidden]
     chosen: Tensor | None  # [FOUND, tokens]
 
 
 class Staging:
-    """What the host tells a pass. The device may be behind: a buffer is written again only when it has been read."""
+    """The inputs that the host sends to a pass. A host buffer is reused only after the device has read it."""
 
     def __init__(self, count: int, device: torch.device):
         self.given = torch.zeros(count, dtype=torch.int64, device=device)
@@ -84,7 +84,7 @@ class Staging:
         self._turn = 0
 
     def open(self) -> np.ndarray[Any, np.dtype[np.int64]]:  # [count]
-        """Memory to write to, until `send`."""
+        """Return a host buffer to fill before `send`."""
         self._turn = (self._turn + 1) % BUFFERS
         self._read[self._turn].synchronize()
         return self._views[self._turn]
@@ -93,22 +93,22 @@ class Staging:
         self.given.copy_(self._buffers[self._turn], non_blocking=True)
 
     def sent(self) -> None:
-        """Called after `send`, when the device has something to do: this asks for the stream, which takes a while."""
+        """Mark the buffer as in use. Call this after the launch, since it looks up the stream, which takes a while."""
         self._read[self._turn].record()
 
 
 @dataclass
 class CapturedPass:
-    """A graph, and the memory through which it is talked to."""
+    """A graph and its input and output buffers."""
 
     replay: Replay[GraphOutputs]
     staging: Staging
-    entering: Tensor | None  # [tokens, hidden]: states that enter, after the first layer or beside the tokens
+    entering: Tensor | None  # [tokens, hidden]: input states of later layers, or features beside the tokens
     read: Tensor  # [FOUND, tokens]: the choices on the host, pinned
     key: GraphKey
 
     def launch(self) -> None:
-        """Run it with what was staged."""
+        """Run the graph on the staged inputs."""
         self.replay()
         self.staging.sent()
 
@@ -126,7 +126,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Replay(Generic[T]):
-    """A CUDA graph, and the function that it was captured from, which holds the tensors that the graph reads."""
+    """A CUDA graph and the function it was captured from, which keeps alive the tensors that the graph reads."""
 
     graph: torch.cuda.CUDAGraph
     function: Callable[[], T]
@@ -139,10 +139,10 @@ class Replay(Generic[T]):
 
 @torch.no_grad()
 def capture(function: Callable[[], T], memory: Any) -> Replay[T]:
-    """A graph of what a function launches, in a pool of memory that graphs share."""
+    """Capture what a function launches as a graph, in a memory pool that graphs share."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compile, and let libraries set themselves up
+    with torch.cuda.stream(side):  # warm up: compile, and let libraries initialize
         for _ in range(2):
             function()
     torch.cuda.current_stream().wait_stream(side)

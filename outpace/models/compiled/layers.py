@@ -1,7 +1,19 @@
-"""Compiled layers: one layer of a kind is compiled, and all of that kind run the same code on their own weights.
+"""Compiled layers: `torch.compile` compiles one layer of each kind, and all layers of that kind share the code.
 
-Products go to our kernels, and those that take the same rows become one: found in the traced graph, whatever the
-model calls them, and without a copy of any weight. Torch's compiler has the rest.
+In the traced graph, linear layers are replaced by our kernels, and linear layers with the same input become one call.
+This depends on no module names and copies no weights. Torch's compiler handles the rest.
+
+After the first call, `LayerCall` calls the compiled function directly, without Dynamo's guards. This relies on:
+- A call of the layer traces to one graph whose result is one tensor (`LayerKind.seen`). Otherwise the guards stay.
+- Between passes only values and sizes change. Sizes are symbols in the code (dynamic=True, no duck shapes) and are at
+  least 2 where they vary, since torch specializes on 0 and 1. Dtypes, devices, modes and argument names stay the same.
+- `signature` covers everything of a layer that its code depends on. Layers with equal signatures share code.
+- Weights change in place only: `LayerCall` binds a layer's tensors once.
+- Private torch API: Dynamo's names of the graph inputs (`L['self']...`) are expressions for `eval`, in argument order.
+`CompiledRunner` compares the first passes with eager ones, but no later ones. After a mismatch or an error the model
+runs eagerly.
+Load with `compile=False` (`--no-compile`) to avoid compiled code. To compile but keep the guards, leave
+`LayerKind.direct` False: then every call goes through `torch.compile`, and code kept on disk is not used.
 """
 
 from __future__ import annotations
@@ -31,9 +43,9 @@ from outpace.models.kernels.triton_runtime import overlaps
 from outpace.storage.files import cache_dir
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
-FUSED = 4  # most products that become one
-LIMITS = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # of code for one function
-# What multiplies, and the names of its operands: input, weight, scale if any, bias.
+FUSED = 4  # the most linear layers that become one call
+LIMITS = {"recompile_limit": 1 << 16, "accumulated_recompile_limit": 1 << 16}  # on compiled variants of one function
+# The functions of linear layers, and the names of their operands: input, weight, scale if any, bias.
 PRODUCTS: dict[Any, tuple[str, ...]] = {
     torch._C._nn.linear: ("input", "weight", "bias"),
     nn.functional.linear: ("input", "weight", "bias"),
@@ -43,53 +55,53 @@ PRODUCTS: dict[Any, tuple[str, ...]] = {
 
 
 class LayerKind:
-    """Layers that are one piece of code: compiled once, then called without the compiler's checks.
+    """Layers that share one piece of code. It is compiled once, then called without Dynamo's guards.
 
-    What those checks look at does not change between passes, but for values and sizes, and sizes are symbols of the
-    code. On a CPU they cost more than all else that happens between two kernels.
+    Only values and sizes differ between passes, and sizes are symbols in the code. On a CPU the guards cost more than
+    everything else that happens between two kernels.
     """
 
     def __init__(self, place: Path | None = None) -> None:
-        """`place`: where the code is kept for the next process, on a CPU."""
+        """`place` is the folder that keeps the code for the next process (CPU only)."""
         self.graphs = 0
         self.code: Callable[..., Any] | None = None
-        self.names: list[str] = []  # of the code's arguments, as the compiler found them from a call of the layer
+        self.names: list[str] = []  # Dynamo's expressions for the code's arguments, in order
         self.direct = False
         self.place = place
-        self.kept = False  # the code was not compiled here
+        self.kept = False  # the code was loaded from disk, not compiled in this process
         if place is not None and (known := code_cache.load(place)) is not None:
             self.code, self.names, self.direct, self.kept = known.call, known.names, True, True
 
     def forget(self) -> None:
-        """Compile it after all: the code that was kept is wrong."""
+        """Delete code from disk that failed the check, so that the next call compiles the layer."""
         if self.kept and self.place is not None:
             shutil.rmtree(self.place, ignore_errors=True)
         self.graphs, self.code, self.names, self.direct, self.kept = 0, None, [], False, False
 
     def backend(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Torch's own compiler, after products went to our kernels."""
+        """Replace the linear layers by our kernels, then run Torch's own compiler (a `torch.compile` backend)."""
         from torch._inductor.compile_fx import compile_fx
 
         sources = [node.meta["grapharg"].source for node in module.graph.nodes if node.op == "placeholder"]
         self.names = [source.name() if callable(source.name) else source.name for source in sources]
         fuse(module.graph)
         module.recompile()
-        # The sizes of buffers are asserted before every kernel otherwise.
+        # Otherwise the sizes of buffers are asserted before every kernel.
         settings: dict[str, Any] = {"size_asserts": False}
         devices = {given.device for given in inputs if isinstance(given, Tensor) and given.is_cuda}
-        settings |= _together(devices) if devices else {}
+        settings |= _gpu_options(devices) if devices else {}
         with nullcontext() if self.place is None else code_cache.keeping(self.place, self.names):
             self.code = compile_fx(module, inputs, config_patches=settings)  # type: ignore[assignment]
-        self.graphs += 1  # not before: the compiler may give up here to trace the layer anew
+        self.graphs += 1  # last, because the compiler may give up above and trace the layer again
         return self.code  # type: ignore[return-value]
 
     def seen(self, result: object) -> None:
-        """After the first call, which compiled: one graph that gives one tensor can be called directly."""
+        """After a call that compiled: allow direct calls if there is one graph and its result is one tensor."""
         self.direct = self.graphs == 1 and isinstance(result, Tensor)
 
 
 class ModuleProxy(nn.Module):
-    """Stands for a module, and has what it has: models ask a layer for its kind of attention."""
+    """Wraps a module and forwards attribute access to it: models read the attention type of a layer."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -103,7 +115,7 @@ class ModuleProxy(nn.Module):
 
 
 class LayerCall(ModuleProxy):
-    """Hands a layer its own lane. All layers bear number 0, so that they are one piece of code to the compiler."""
+    """Gives a layer its entry of the attention plan. All layers have index 0, so that they compile to the same code."""
 
     def __init__(self, inner: nn.Module, index: int, kind: LayerKind):
         super().__init__(inner)
@@ -111,17 +123,17 @@ class LayerCall(ModuleProxy):
         parameters = inspect.signature(inner.forward).parameters
         self.input_name = next(iter(parameters))
         self.rest_name = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
-        self._given: list[Any] = []  # arguments of the code, those of this layer filled in
-        self._places: list[int] = []  # of the others
+        self._given: list[Any] = []  # the code's arguments, with this layer's own filled in
+        self._places: list[int] = []  # indices of the other arguments
         self._rest: Callable[[dict[str, Any]], list[Any]] | None = None
-        self._bound: Callable[..., Any] | None = None  # the code that these are for
+        self._bound: Callable[..., Any] | None = None  # the code that these belong to
 
     def forward(self, hidden: Tensor, *args: Any, attention_plan: tuple[CompiledAttention, ...], **kwargs: Any) -> Any:
         kwargs["attention_plan"] = attention_plan[self.index]
         if not self.kind.direct or args:
-            # Sizes that are equal in this call may not be so in the next. And every model compiles its own code for the
-            # same layer: beyond the compiler's limit for one function a layer would silently run as it is.
-            # Numbers of a layer are a part of its code: they make its kind, and code with them in it can be kept.
+            # No duck shapes: sizes that are equal in this call may differ in the next. High limits: each model compiles
+            # its own code for the same function, and beyond the limit a layer would silently run eagerly.
+            # On a CPU the floats of a layer are constants of its code and part of its kind, so the code can be kept.
             limits = LIMITS | {"specialize_float": self.kind.place is not None}
             with shapes.patch(use_duck_shape=False), dynamo.patch(limits):  # type: ignore[attr-defined]
                 result = self.inner(hidden, *args, **kwargs)
@@ -135,12 +147,12 @@ class LayerCall(ModuleProxy):
         return self.kind.code(*given)[0]
 
     def _bind(self) -> Callable[[dict[str, Any]], list[Any]]:
-        """Look up what belongs to this layer, once: its weights and numbers; the rest is looked up in every call."""
+        """Look up this layer's weights and numbers once. Return a function that finds the other arguments of a call."""
         names = self.kind.names
         own = {i: name for i, name in enumerate(names) if name.startswith("L['self']")}
         self._given = [None] * len(names)
         for i, name in own.items():
-            value = eval(name, {}, {"L": {"self": self.inner}})  # a path through the module, written by the compiler
+            value = eval(name, {}, {"L": {"self": self.inner}})  # an attribute path from Dynamo
             self._given[i] = torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else value
         self._places = [i for i in range(len(names)) if i not in own]
         self._bound = self.kind.code
@@ -149,7 +161,7 @@ class LayerCall(ModuleProxy):
 
 
 def signature(layer: nn.Module, window: int | None) -> tuple[Any, ...]:
-    """What makes two layers the same code: their modules, with all that is no tensor, and the shapes of the tensors."""
+    """Return what layers that share code have in common: module types, plain attributes, tensor shapes and dtypes."""
     plain = (bool, int, float, str, type(None))
     modules = tuple(
         (name, type(module), tuple((k, v) for k, v in sorted(vars(module).items()) if isinstance(v, plain)))
@@ -160,7 +172,7 @@ def signature(layer: nn.Module, window: int | None) -> tuple[Any, ...]:
 
 
 class OutputHead(nn.Module):
-    """The output embeddings, through our kernels: one product is nothing to compile."""
+    """The output head, run by our kernels: a single linear layer needs no compiling."""
 
     def __init__(self, inner: nn.Linear | bf16_copies.Bf16Linear | int8.Int8Linear):
         super().__init__()
@@ -175,9 +187,9 @@ class OutputHead(nn.Module):
 
 
 class CompiledModule(ModuleProxy):
-    """What stands beside the layers, the last norm and the angles of positions, compiled: it would be many kernels.
+    """A small module beside the layers, such as the final norm or the rotary embedding; uncompiled it is many kernels.
 
-    What the compiler cannot do runs as it is.
+    A module that cannot be compiled runs eagerly.
     """
 
     def __init__(self, inner: nn.Module, settings: dict[str, Any]):
@@ -186,20 +198,20 @@ class CompiledModule(ModuleProxy):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with dynamo.patch(LIMITS | {"suppress_errors": True}), warnings.catch_warnings():  # type: ignore[attr-defined]
-            warnings.filterwarnings("ignore", "TensorFloat32")  # angles are products in full precision, on purpose
+            warnings.filterwarnings("ignore", "TensorFloat32")  # rotary angles use full precision on purpose
             return self.inner(*args, **kwargs)
 
 
 def shortened(model: M) -> M:
-    """A twin of a model that is not compiled, on a CPU, whose products read int8 weights through our kernels."""
+    """Return an uncompiled copy of a model, for a CPU, whose linear layers read int8 weights through our kernels."""
     ours = twin(model)
     for parent, name, child in int8.linears(ours):
         setattr(parent, name, OutputHead(int8.Int8Linear(child)))
     return ours
 
 
-def _together(devices: Iterable[torch.device]) -> dict[str, Any]:
-    """On a GPU, kernels that do not need each other become one, and start while the one before ends."""
+def _gpu_options(devices: Iterable[torch.device]) -> dict[str, Any]:
+    """Return compiler options that merge independent kernels, and let a kernel start while the previous one ends."""
     return {"combo_kernels": True, "triton.enable_pdl": all(map(overlaps, devices))}
 
 
@@ -208,8 +220,8 @@ def _small(module: nn.Module) -> bool:
 
 
 def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> list[LayerKind]:
-    """Make the layers of this model, which must be ours, run compiled, and its head through our kernels."""
-    # Compiled code outlives the process; the user's own choice of a place for it comes first.
+    """Compile the layers of this model, which must be our own copy, and run its head through our kernels."""
+    # Compiled code outlives the process. A cache folder that the user has set takes precedence.
     if os.environ.get(PLACE) in (None, default_cache_dir()):
         os.environ[PLACE] = str(cache_dir() / "inductor")
     decoder, name = decoder_layers(model)
@@ -227,7 +239,7 @@ def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> list[Lay
     setattr(decoder, name, nn.ModuleList(calls))
     for place, child in decoder.named_children():
         if model.device.type == "cuda" and not isinstance(child, nn.ModuleList) and _small(child):
-            setattr(decoder, place, CompiledModule(child, _together([model.device])))
+            setattr(decoder, place, CompiledModule(child, _gpu_options([model.device])))
     head = model.get_output_embeddings()
     if type(head) is nn.Linear or isinstance(head, bf16_copies.Bf16Linear | int8.Int8Linear):
         model.set_output_embeddings(OutputHead(head))
@@ -235,7 +247,7 @@ def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> list[Lay
 
 
 def fuse(graph: fx.Graph) -> None:
-    """Replace linear layers, those with the same input together."""
+    """Replace linear layers by our kernels, one call for those with the same input."""
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if _is_product(node):
@@ -248,7 +260,7 @@ def fuse(graph: fx.Graph) -> None:
 def _is_product(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target not in PRODUCTS:
         return False
-    # Weights that are computed inside the layer are not there yet where the group's first product stands.
+    # A group's call stands where its first product stood. Weights computed inside the layer may not exist there yet.
     x, *rest = _operands(node)
     weight = _value(rest[0])
     if any(isinstance(other, fx.Node) and other.op not in ("placeholder", "get_attr") for other in rest):
@@ -257,7 +269,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _operands(node: fx.Node) -> list[Any]:
-    """In the order of `PRODUCTS`; what is not given is None."""
+    """Return the operands in the order of `PRODUCTS`, None for missing ones."""
     names = PRODUCTS[node.target]
     given = [*node.args, *[None] * (len(names) - len(node.args))]
     return [node.kwargs.get(name, value) for name, value in zip(names, given, strict=True)]
@@ -268,7 +280,7 @@ def _value(node: fx.Node) -> Tensor:
 
 
 def _replace(graph: fx.Graph, x: fx.Node, nodes: list[fx.Node]) -> None:
-    """One call for all of `nodes`, where the first of them stands."""
+    """Replace `nodes` by one call, at the place of the first of them."""
     operands = [_operands(node) for node in nodes]
     weights = [given[1] for given in operands]
     scales = [given[2] for given in operands if len(given) == 4]
@@ -284,7 +296,7 @@ def _replace(graph: fx.Graph, x: fx.Node, nodes: list[fx.Node]) -> None:
             ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
             columns: list[Any] = [(Ellipsis, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
             parts = [graph.call_function(operator.getitem, (out, at)) for at in columns] if len(nodes) > 1 else [out]
-            for node, part in zip(nodes, parts, strict=True):  # or the code could not be kept
+            for node, part in zip(nodes, parts, strict=True):  # needed to keep the code on disk
                 part.meta["example_value"] = _value(node)
     for node, part in zip(nodes, parts, strict=True):
         node.replace_all_uses_with(part)

@@ -1,7 +1,7 @@
-"""Packing: a compiled pass as tensors alone, so that the sizes of a pass change and its code does not.
+"""Packing: the inputs of a compiled pass as plain tensors, so that its sizes can change but its code need not.
 
-A pass packs the tokens of several segments. Each token sees the committed entries of its slot, and those entries of
-this pass that its bits name.
+A pass packs the tokens of several segments. Each token attends to the committed entries of its slot, and to the entries
+of this pass that are set in its bits.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from outpace.models.kernels import attention, cpu, linear, sample, sample_filter
 from outpace.models.segment import Segment
 
 WORDS = 2  # of 64 bits
-LONGEST = 64 * WORDS  # tokens that a segment has in a compiled pass
+LONGEST = 64 * WORDS  # the most tokens of a segment in a compiled pass
 MOST_SEGMENTS = 64  # in a compiled pass
 SIGN = 1 << 63
 
 
 class CompiledAttention(NamedTuple):
-    """What one layer of a compiled pass attends to: its side of the pool, and which tokens see which entries."""
+    """The attention input of one layer in a compiled pass: its part of the pool, and which tokens see which entries."""
 
     keys: Tensor  # [pool, kv heads, dim]
     values: Tensor
-    where: Tensor  # [tokens]: entries of the pool that this pass writes
-    segments: Tensor  # [segments, 4]: first token, tokens, where its slot begins in the pool, committed entries
+    where: Tensor  # [tokens]: pool entries that this pass writes
+    segments: Tensor  # [segments, 4]: first token, token count, first pool entry of the slot, committed entries
     bits: Tensor  # [tokens, WORDS]
     positions: Tensor  # [tokens]
     window: int  # 0: none
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Write the new keys and values, then attend to all at once."""  # out: [1, tokens, heads, dim]
+        """Write the new keys and values, then run attention over old and new ones."""  # out: [1, tokens, heads, dim]
         self.keys.index_copy_(0, self.where, key[0].transpose(0, 1))
         self.values.index_copy_(0, self.where, value[0].transpose(0, 1))
         ops = torch.ops.outpace if query.is_cuda else torch.ops.outpace_cpu
@@ -45,14 +45,14 @@ class CompiledAttention(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """The tokens of a pass and where they go, on the host."""
+    """The tokens of a pass and their places, on the host."""
 
-    columns: list[list[int]]  # [3 + WORDS][tokens]: ids, positions, entries of the pool, words of bits
+    columns: list[list[int]]  # [3 + WORDS][tokens]: ids, positions, pool entries, words of bits
     segments: list[list[int]]  # [segments][4]
 
 
 def fits(segments: Seq[Segment], windows: Seq[int | None], most: int) -> bool:
-    """Whether a compiled pass of at most `most` tokens can run these, with no window that ends within one."""
+    """Return whether a compiled pass of at most `most` tokens can run these; no window may end within a segment."""
     longest = max(segment.end - segment.start for segment in segments)
     return (
         len(segments) <= MOST_SEGMENTS
@@ -63,7 +63,7 @@ def fits(segments: Seq[Segment], windows: Seq[int | None], most: int) -> bool:
 
 
 def parts(segments: Seq[Segment], most: int) -> list[list[Segment]]:
-    """Segments in as few passes of at most `most` tokens as hold them, in order; a larger one has its own pass."""
+    """Split segments, in order, into as few passes of at most `most` tokens as possible; a larger one runs alone."""
     found, tokens = [list[Segment]()], 0
     for segment in segments:
         if found[-1] and (tokens + len(segment.tokens) > most or len(found[-1]) == MOST_SEGMENTS):
@@ -75,7 +75,7 @@ def parts(segments: Seq[Segment], most: int) -> list[list[Segment]]:
 
 
 def pack(segments: Seq[Segment], cache: PooledCache, tokens: int, batch: int) -> Packing:
-    """Segments as numbers, filled up to `tokens` and `batch`; what only fills up is written to the pool's scrap."""
+    """Pack segments, padded to `tokens` and `batch`; the padding is written to the pool's scrap entries."""
     ids, positions, entries, bits = list[int](), list[int](), list[int](), list[int]()
     found: list[list[int]] = []
     for segment in segments:
@@ -95,7 +95,7 @@ def pack(segments: Seq[Segment], cache: PooledCache, tokens: int, batch: int) ->
 
 
 def _bits(segment: Segment) -> list[int]:
-    """For each token of the segment, the entries after the committed ones that it sees, as bits of one number."""
+    """For each token of the segment, return the entries after the committed ones that it sees, as a bit mask."""
     fed = len(segment.pending)
     bits = [(1 << (i + 1)) - 1 for i in range(fed)]
     if segment.layout is not None:
@@ -105,5 +105,5 @@ def _bits(segment: Segment) -> list[int]:
 
 
 def _word(bits: int) -> int:
-    """The lowest 64 bits, as a signed number."""
+    """Return the lowest 64 bits as a signed number."""
     return bits if bits < SIGN else (bits + SIGN & 2 * SIGN - 1) - SIGN

@@ -1,4 +1,4 @@
-"""Picks of a captured pass: read from the device when they are needed, made anew where the device was not sure."""
+"""Token choices of a captured pass. They are read from the device when needed; the host redoes uncertain ones."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from outpace.sampling.noise import words
 from outpace.sampling.noise_rule import GUMBEL
 from outpace.sampling.sampler import Pick
 
-FOLLOW, MOST_UNSURE = 0.1, 0.3  # weight of the newest pass in an average; share of passes that may be in vain
+FOLLOW, MOST_UNSURE = 0.1, 0.3  # weight of the newest pass in the average; share of passes that may be corrected
 
 
 class PickBuffer:
-    """The choices of a pass that is under way."""
+    """The choices of a pass that may still be running."""
 
     def __init__(self, captured: CapturedPass, count: int):
         self._done, self._read = torch.cuda.Event(), captured.read[:, :count]
@@ -37,7 +37,7 @@ class PickBuffer:
 
 
 class PendingPicks(Picked):
-    """One segment's part of them. Reading it waits; until then the host has time for other things."""
+    """The choices of one segment. Only reading them waits for the device, so the host can work until then."""
 
     def __init__(self, buffer: PickBuffer, part: slice, again: Callable[[], Picked]):
         self._buffer, self._part, self._again = buffer, part, again
@@ -51,7 +51,7 @@ class PendingPicks(Picked):
 
     @cached_property
     def _corrected(self) -> Picked | None:
-        """The choices made anew, where the filters may keep more tokens than the device has looked at."""
+        """The choices remade by the host, where the filters may keep more tokens than the device sorted; else None."""
         return None if all(self._buffer.numbers[3][self._part]) else self._again()
 
     @property
@@ -69,20 +69,20 @@ class PendingPicks(Picked):
 
 @dataclass
 class RunAheadGate:
-    """Closes where the device is often not sure: each corrected choice makes a pass that began ahead a vain one."""
+    """Closes while the device is often uncertain: each corrected choice discards the pass that was launched ahead."""
 
-    share: float = 0.0  # of the last passes that the host corrected
-    unsure: bool = False  # whether it corrected the pass before
+    share: float = 0.0  # moving average of passes whose choices the host corrected
+    unsure: bool = False  # whether the host corrected the previous pass
 
     def is_open(self) -> bool:
-        """Whether the next pass should begin ahead; asked once a pass."""
+        """Return whether to launch the next pass ahead. Call it once per pass, since it updates the average."""
         self.share += FOLLOW * (self.unsure - self.share)
         self.unsure = False
         return self.share < MOST_UNSURE
 
 
 class PickReader:
-    """Turns what a captured pass left in its memory into outputs, and counts how often the device was not sure."""
+    """Turns the memory of a captured pass into outputs, and records how often the device was uncertain."""
 
     def __init__(self, lm: TransformersLM):
         self.lm = lm
@@ -103,7 +103,7 @@ class PickReader:
     def _picked(self, buffer: PickBuffer, part: slice, logits: Tensor, segment: Segment) -> Picked | None:
         pick = segment.pick
         if pick is None or (pick.temperature and pick.rule != GUMBEL):
-            return None  # the host chooses: kernels know no other rule
+            return None  # the host chooses, because the kernels implement no other rule
         again = partial(self._again, logits, segment, pick)
         by_graph = not pick.filters or limits(pick) is not None
         return PendingPicks(buffer, part, again) if by_graph else self._filtered(logits, segment, pick)
@@ -113,7 +113,7 @@ class PickReader:
         return self._filtered(logits, segment, pick)
 
     def _filtered(self, logits: Tensor, segment: Segment, pick: Pick) -> Picked:
-        """Choices among what the filters keep, where a graph cannot make them: they sort, or may keep many tokens."""
+        """Choose among the tokens that the filters keep, where a graph cannot: they sort, or may keep many tokens."""
         best = logits.amax(-1)
         kept = logits.float() / pick.temperature
         for keep in pick.filters:
@@ -125,7 +125,7 @@ class PickReader:
 
 
 def settled(output: SegmentOutput) -> SegmentOutput:
-    """The same output, waited for, in memory that the next pass does not write to."""
+    """Wait for an output and copy it to memory that the next pass does not overwrite."""
     logits, picked = output.logits, output.picked
     picked = picked and Picked(picked.tokens, picked.best, picked.probs)
     return SegmentOutput(logits.clone() if isinstance(logits, Tensor) else logits, output.hidden, picked)

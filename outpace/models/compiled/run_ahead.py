@@ -1,8 +1,8 @@
 """Run-ahead: launch the next decode step before the host has read the current one.
 
-Without drafts its only unknown input is the token just chosen, and that is already on the GPU. So the host's work is
-hidden behind the step. Whether it is the step that is wanted is seen when one is asked for: if a slot goes on in
-another way, the step was in vain, and what it wrote is overwritten.
+Without drafts the only unknown input is the token just chosen, and that is already on the GPU. So the host's work
+overlaps with the step. When the next pass is requested, the step is used if it matches. If a slot continues in another
+way, the step is discarded, and what it wrote is overwritten.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LastPass(NamedTuple):
     outputs: list[SegmentOutput]
 
     def next(self, slots: Seq[int], picks: Seq[Pick | None]) -> list[Segment] | None:
-        """The pass after it: each slot with one token, written as the place of its choice; None: it is not known."""
+        """Return the next pass, one token per slot, given as the place of its choice; None if it is not known yet."""
         places, at = dict[int, int](), 0
         for segment, output in zip(self.segments, self.outputs, strict=True):
             at += len(segment.tokens)
@@ -50,7 +50,7 @@ class SentAhead(NamedTuple):
     """A slot's part in a pass that was launched ahead."""
 
     segment: Segment
-    before: Picked  # of the pass that chose the token it fed
+    before: Picked  # choices of the pass before, which include the token that was fed
     output: SegmentOutput
 
     def answers(self, segment: Segment) -> bool:
@@ -60,7 +60,7 @@ class SentAhead(NamedTuple):
 
 @dataclass
 class PassAhead:
-    """The pass that was launched ahead, and nobody has asked for yet."""
+    """The pass that was launched ahead and has not been requested yet."""
 
     taps: tuple[int, ...] = ()
     slots: dict[int, SentAhead] = field(default_factory=dict)
@@ -71,18 +71,18 @@ class PassAhead:
         found = cls(last.captured.key.taps)
         for segment, output in zip(segments, outputs, strict=True):
             picked = before[segment.slot]
-            assert picked is not None, "`next` was asked"
+            assert picked is not None, "segments come from LastPass.next"
             found.slots[segment.slot] = SentAhead(segment, picked, output)
         return found
 
     def take(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput] | None:
-        """What the pass found for these segments, if it was launched for them; else it was in vain."""
+        """Return the outputs for these segments if the pass was launched for them; else discard it and return None."""
         sent, self.slots = self.slots, {}
         known = all(segment.slot in sent and sent[segment.slot].answers(segment) for segment in segments)
         return [sent[segment.slot].output for segment in segments] if taps == self.taps and known else None
 
     def drop(self, slot: int) -> None:
-        """The slot is about to hold another text."""
+        """Discard the slot's part, because the slot is about to take another text."""
         self.slots.pop(slot, None)
 
 
@@ -102,10 +102,10 @@ class GraphsAhead:
         try:
             return self.runner.attempt(segments, lambda: self.launch(last, segments)) or False
         except torch.OutOfMemoryError:
-            return False  # for a graph that can be done without
+            return False  # no memory for its graph; run-ahead is optional
 
     def _follows(self, segment: Segment) -> bool:
-        """Whether it comes after the root that the slot scored last, and there is room."""
+        """Return whether the segment follows the root that the slot scored last, and the slot has room for it."""
         slot = self.runner.lm.slots[segment.slot]
         after = slot.layout is not None and len(slot.layout) == 1 and segment.start == slot.length + 1
         return after and segment.end <= self.runner.cache.capacity[segment.slot]

@@ -1,7 +1,7 @@
-"""CompiledRunner: what compiled passes on a CPU and graphs on a GPU have in common.
+"""CompiledRunner: the base class of compiled passes on a CPU and CUDA graphs on a GPU.
 
-Both run a view of the model whose layers are compiled, on a pool of keys and values. What the compiled layers give is
-compared with eager passes before they are used: a model that does not agree, or cannot be compiled, stays eager.
+Both run a view of the model with compiled layers, on a pooled KV cache. The compiled layers are compared with eager
+passes before they are used: a model that does not match, or cannot be compiled, stays eager.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ Forward = Callable[[Seq[Segment], tuple[int, ...]], list[SegmentOutput]]
 
 
 class CompiledRunner(ABC):
-    """Compiled passes of a model, and eager ones where a pass cannot be compiled."""
+    """Runs compiled passes of a model, and eager ones where a pass cannot be compiled."""
 
     kind = "compiled"
     asynchronous = False
     chunk = CHUNK
     run_ahead: RunAhead | None = None
-    graph_memory: Any = None  # of captured passes, where there are any
-    most_tokens: int  # in a compiled pass; 0: they were given up
-    prompts: ClassVar[bool] = False  # whether parts of a prompt run compiled
+    graph_memory: Any = None  # memory pool of captured graphs, if there are any
+    most_tokens: int  # in a compiled pass; 0: compiled passes were given up
+    prompts: ClassVar[bool] = False  # whether chunks of a prompt run compiled
 
     def __init__(self, lm: TransformersLM, copies: Bf16Copies | None = None):
         self.lm = lm
@@ -69,7 +69,7 @@ class CompiledRunner(ABC):
 
     @classmethod
     def install(cls, lm: TransformersLM, copies: Bf16Copies | None = None) -> Self | None:
-        """Let this model run compiled passes; None, and it stays as it is, where it cannot."""
+        """Make this model run compiled passes; if it cannot, leave it as it is and return None."""
         eager, cache = lm.runner, lm.cache
         problem = "its layers have caches of different shapes" if len(cache.kinds) != 1 else cls.problem(lm)
         if problem is None:
@@ -93,7 +93,7 @@ class CompiledRunner(ABC):
     @classmethod
     @abstractmethod
     def problem(cls, lm: TransformersLM) -> str | None:
-        """Why a model cannot have compiled passes, as far as that can be seen without compiling."""
+        """Return why a model cannot run compiled passes, or None; checked without compiling."""
 
     @abstractmethod
     def compiled_pass(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
@@ -110,7 +110,7 @@ class CompiledRunner(ABC):
         return self.copies.bytes
 
     def tried(self) -> str | None:
-        """Why compiled passes cannot be used. Whatever the compiler stumbles over, the eager passes are there."""
+        """Return why compiled passes cannot be used, or None. Any compiler error counts; eager passes still work."""
         try:
             return self.check()
         except torch.OutOfMemoryError:
@@ -120,15 +120,15 @@ class CompiledRunner(ABC):
 
     @torch.no_grad()
     def check(self) -> str | None:
-        """Compile, and compare with eager passes on trees after short texts; None when all is well.
+        """Compile, and compare with eager passes on trees after short texts; return None if they match.
 
-        Alone and three together: a size that the compiler took for a constant is another one in the second pass.
+        Batch sizes 1 and 3 are run, so a size that the compiler took for a constant differs in the second pass.
         """
         for count in (1, 3):
             eager, compiled = (self._probe(forward, count) for forward in (self.lm.eager.forward, self.compiled_pass))
             off = apart(compiled, eager)
             if off > tolerance(self.lm.model.dtype):
-                return f"compiled layers are off by {off:.3f}"
+                return f"compiled layers differ from eager ones by {off:.3f} (relative)"
         return None
 
     def _probe(self, forward: Forward, count: int) -> Tensor:  # [nodes, vocab]
@@ -158,7 +158,7 @@ class CompiledRunner(ABC):
         return self.lm.eager.span(span, segments, entering, nodes) if found is None else found
 
     def attempt(self, segments: Seq[Segment], run: Callable[[], T]) -> T | None:
-        """What a compiled pass gives; None where there is none for these segments."""
+        """Return the result of a compiled pass, or None if these segments cannot run compiled."""
         prompts = any(segment.layout is None for segment in segments)
         if (prompts and not self.prompts) or not packing.fits(segments, self.lm.windows, self.most_tokens):
             return None
@@ -166,7 +166,7 @@ class CompiledRunner(ABC):
             return run()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a size that the compiler cannot do: what it wrote, the eager pass overwrites
+        except Exception as error:  # a size that fails to compile; the eager pass overwrites what was written
             logger.warning("%s runs eagerly from now on: %s", type(self.lm.model).__name__, reason(error))
             self.most_tokens = 0
             return None
@@ -174,7 +174,7 @@ class CompiledRunner(ABC):
     def attention(
         self, where: Tensor, segments: Tensor, bits: Tensor, positions: Tensor
     ) -> tuple[CompiledAttention, ...]:
-        """What each layer of a pass attends to."""
+        """Return the attention inputs of each layer of a pass."""
         sides = zip(self.cache.sides, self.lm.windows, strict=True)
         return tuple(
             CompiledAttention(keys, values, where, segments, bits, positions, window or 0)
@@ -182,26 +182,28 @@ class CompiledRunner(ABC):
         )
 
     def given(self, positions: Tensor, plan: tuple[CompiledAttention, ...]) -> dict[str, Any]:
-        """All that the module is given besides the tokens of a pass."""
+        """Return the arguments of the module besides the tokens of a pass."""
         return dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, attention_plan=plan)
 
     def draft(
         self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
     ) -> list[list[DraftToken]] | None:
-        """Trees, where nothing is sampled."""
+        """Draft trees with greedy requests only."""
         if any(pick.temperature for pick in picks) or not self._trees.fit(shapes):
             return None
-        self._trees.reserve(slots, shapes)  # a full cache is no reason to give up compiled passes
+        self._trees.reserve(slots, shapes)  # outside `attempt`: a full cache is no reason to give up compiled passes
         segments = [Segment(slot, self.lm.slots[slot].length, [], Tree([0])) for slot in slots]
         return self.attempt(segments, lambda: self._trees.grow(slots, tokens, shapes))
 
-    def forget(self, slot: int) -> None:  # noqa: B027 (nothing is begun ahead, unless a subclass does)
-        """The slot is about to hold another text."""
+    def forget(self, slot: int) -> None:  # noqa: B027 (only a subclass launches passes ahead)
+        """Called before the slot takes another text."""
 
     def weights_changed(self) -> None:
         if self.most_tokens and self.copies.stale(self.lm.view):
             name = type(self.lm.model).__name__
-            logger.warning("%s runs eagerly from now on: it has copies of weights that changed", name)
+            logger.warning(
+                "%s runs eagerly from now on: its weights changed, and its 16-bit copies of them are stale", name
+            )
             self.most_tokens = 0
 
     def runs_like_this(self, part: TransformersLM) -> None:
@@ -217,5 +219,5 @@ class CompiledRunner(ABC):
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error: a compiler says more."""
+    """Return the first line of an error, since compiler errors are long."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

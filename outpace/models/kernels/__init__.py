@@ -1,1 +1,1 @@
-"""Kernels: attention, products and the choice of tokens, in Triton and C++."""
+"""Kernels for attention, linear layers and token sampling, in Triton and C++."""

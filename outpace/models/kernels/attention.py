@@ -1,7 +1,7 @@
-"""Attention of few queries, each with its own ancestors, over long prefixes of different lengths.
+"""Triton kernel for attention of a few queries, each with its own ancestors, over long prefixes of different lengths.
 
-Programs share the entries of a sequence, and the last to arrive joins their parts of the softmax. Heads that share a
-key head are further rows of its tile, so that no key is read twice for them.
+Several programs split the entries of a sequence, and the last to finish merges their parts of the softmax (split-KV).
+Query heads that share a key head are rows of the same tile, so no key is read twice for them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,39 +16,39 @@ from torch import Tensor
 
 from outpace.models.kernels.triton_runtime import DTYPES, begin, constexpr, counters, early, jit, machine, power, tl
 
-PART = 96  # rows of a part that takes about as long to join as a chunk to read (H200, 256 to 8,192 entries)
+PART = 96  # rows of a part that takes about as long to merge as a chunk takes to read (H200, 256 to 8,192 entries)
 
 
 class PassVisibility(NamedTuple):
-    """Who sees what in one pass, on the device: nothing here is read by the host."""
+    """Which entries each token sees in one pass. It is on the device, and the host reads nothing of it."""
 
     jobs: Tensor  # int64 [jobs, 4]: first token, number of tokens, first entry, committed entries
-    bits: Tensor  # int64 [tokens, words]: bit j of word w: sees entry 64 w + j after the committed ones
-    positions: Tensor  # int64 [tokens]: in the text
+    bits: Tensor  # int64 [tokens, words]: bit j of word w: the token sees entry 64 w + j after the committed ones
+    positions: Tensor  # int64 [tokens]: position in the text
 
 
 class KernelRule(NamedTuple):
-    """How products of queries and keys become weights."""
+    """How query-key products become attention weights."""
 
     scale: float
-    window: int = 0  # 0 is none; in-pass entries are cut by their bits alone
+    window: int = 0  # 0 is none; entries of this pass are masked by their bits alone
     softcap: float = 0.0  # 0 is none
-    sinks: Tensor | None = None  # [heads]: one more logit in the denominator
+    sinks: Tensor | None = None  # [heads]: one more logit in the softmax denominator
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """How the work is cut: rows and entries of a tile, and programs that share the entries of a job."""
+    """How the work is split: rows and entries of a tile, and programs that share the entries of a job."""
 
     block_m: int
-    block_n: int  # 16, 32 or 64: a chunk's bits are of one word
+    block_n: int  # 16, 32 or 64, so that a chunk's bits lie in one word
     splits: int
     warps: int = 4
     stages: int = 3
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, seen: PassVisibility, rule: KernelRule) -> Tensor:
-    """Each token's mixture of the values it sees; zeros for tokens of no job."""
+    """Return the attention output of each token; zeros for tokens of no job."""
     # [tokens, heads, dim], [pool, kv heads, dim] twice -> [tokens, heads, dim]
     options = [rule.scale, float(rule.window), rule.softcap]
     return torch.ops.outpace.attend(q, keys, values, list(seen), rule.sinks, options)
@@ -74,34 +74,36 @@ def _(
 
 
 def plan(q: Tensor, keys: Tensor, jobs: int) -> AttentionTiles:
-    """The cut for such shapes: programs for all multiprocessors, if there are as many chunks of entries."""
+    """Choose the tiles for these shapes: programs for all multiprocessors, if there are enough chunks of entries."""
     (tokens, heads, dim), (pool, kv_heads, _), gpu = q.shape, keys.shape, machine(q.device)
-    live = -(-3 * min(jobs, tokens) // 4) if jobs > 2 else 1  # jobs are rounded up, so some are empty
-    rows = -(-tokens // live) * (heads // kv_heads)  # of a job, if they are alike
+    live = -(-3 * min(jobs, tokens) // 4) if jobs > 2 else 1  # the number of jobs is rounded up, so some are empty
+    rows = -(-tokens // live) * (heads // kv_heads)  # rows per job, if the jobs are equal
     width = power(dim) * q.element_size()  # bytes of an entry's key
-    wide = q.element_size() > 2  # no matrix unit: small tiles, or their numbers spill
-    # A high tile reads the entries less often, but there are fewer, and its last program has more to join.
+    wide = q.element_size() > 2  # no matrix unit: larger tiles would spill registers
+    # Tall tiles read the entries less often, but there are fewer of them, and the last program has more to merge.
     most = 128 if pool // jobs >= 2**13 and dim <= 128 else 64
     block_m = 16 if wide else min(most, max(16, power(rows)))
     block_n = max(16, min(64, 2**14 // width))
-    short = block_m * power(dim) == 2**13 and pool // jobs < 2**12  # most of its time is the joining of large parts
+    short = block_m * power(dim) == 2**13 and pool // jobs < 2**12  # most of the time goes to merging large parts
     warps = 8 if wide or short or block_m > 64 or block_m * power(dim) > 2**13 else 4
-    programs = gpu.processors * (1 if short or block_m > 64 else 2)  # that run at a time
+    programs = gpu.processors * (1 if short or block_m > 64 else 2)  # programs that run at a time
     useful = math.ceil(math.sqrt(pool / block_n * PART / block_m))
     splits = min(64, programs // (live * -(-rows // block_m) * kv_heads), useful)
-    need = (4 if block_m < 64 else 6) * block_n * width + block_m * width + 2**13  # of fast memory, in three stages
+    need = (4 if block_m < 64 else 6) * block_n * width + block_m * width + 2**13  # shared memory, three stages
     return AttentionTiles(block_m, block_n, max(1, splits), warps, 3 if need <= gpu.shared else 2)
 
 
 def launch(
     q: Tensor, keys: Tensor, values: Tensor, seen: PassVisibility, rule: KernelRule, cut: AttentionTiles | None = None
 ) -> Tensor:
-    """The kernel, with a cut of the caller's choice."""
+    """Launch the kernel; `cut` overrides the tiles that `plan` gives."""
     (tokens, heads, dim), kv_heads, jobs = q.shape, keys.shape[1], seen.jobs.shape[0]
     if q.dtype not in DTYPES or keys.dtype != q.dtype or values.dtype != q.dtype or keys.shape != values.shape:
-        raise ValueError(f"queries in {q.dtype} do not go with keys in {keys.dtype} of shape {tuple(keys.shape)}")
+        raise ValueError(
+            f"queries in {q.dtype}, keys in {keys.dtype} of shape {tuple(keys.shape)} and the values do not match"
+        )
     if keys.stride(2) != 1 or values.stride(2) != 1:
-        raise ValueError("the numbers of a key or a value must lie together")
+        raise ValueError("the head dimension of keys and values must be contiguous")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens == 0 or jobs == 0:
         return out.zero_()
@@ -109,13 +111,13 @@ def launch(
     table, bits, positions = (part.contiguous() for part in seen)
     strides = [side.stride(i) for side in (q, keys, values) for i in (0, 1)]
     group, wide = heads // kv_heads, max(16, power(dim))
-    tiles = (tokens * group + min(jobs, tokens) * (cut.block_m - 1)) // cut.block_m  # at most, however jobs are sized
+    tiles = (tokens * group + min(jobs, tokens) * (cut.block_m - 1)) // cut.block_m  # at most, for any sizes of jobs
     sums = stats = arrived = None
     if cut.splits > 1:
         sums = torch.empty(tiles, kv_heads, cut.splits, cut.block_m, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(tiles, kv_heads, cut.splits, cut.block_m, dtype=torch.float32, device=q.device)
         arrived = counters(q.device, tiles * kv_heads)
-    parts = min(8, power(cut.splits))  # that are read at a time, of so many rows that a thread reads 16 numbers of each
+    parts = min(8, power(cut.splits))  # read at a time; each has enough rows (LINES) for 16 numbers per thread
     lines = min(cut.block_m // 2, 512 * cut.warps // wide)
     with torch.cuda.device_of(q):
         _attention[(tiles, kv_heads, cut.splits)](
@@ -133,30 +135,30 @@ def _attention(
     all_tokens, WORDS: constexpr, WINDOW: constexpr, SOFTCAP: constexpr, GROUP: constexpr, D: constexpr, DP: constexpr,
     JP: constexpr, BM: constexpr, BN: constexpr, PARTS: constexpr, LINES: constexpr, ROWS: constexpr, EARLY: constexpr,
 ):  # fmt: skip
-    """One split's part of the softmax, for a tile of the rows of one job and key head; the last to arrive joins them.
+    """Compute one split's part of the softmax for a tile of one job and key head; the last to arrive merges the parts.
 
-    A job's chunks are those of the prefix that are full, the rest of the prefix, and then the entries of this pass.
+    The chunks of a job are the full chunks of the prefix, the rest of the prefix, and then the entries of this pass.
     """
     head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     tile, token0, rows, base, prefix = _task(jobs, tl.program_id(0), count, GROUP, JP, BM)
     row, column = tile * BM + tl.arange(0, BM), tl.arange(0, BN)
     real = row < rows
-    token, of = token0 + row // GROUP, head * GROUP + row % GROUP  # token is int64, as every index from it
+    token, of = token0 + row // GROUP, head * GROUP + row % GROUP  # token and all indices derived from it are int64
     low, full, position = 0, prefix // BN, row
-    if WINDOW > 0:  # chunks before it are seen by no row of this tile
+    if WINDOW > 0:  # no row of this tile sees the chunks before `low`
         position = tl.load(positions + token, mask=real, other=2**31 - 1).to(tl.int32)
         low = tl.minimum(tl.maximum(tl.min(position) - WINDOW + 1, 0) // BN, full)
     chunks = full + 1 + WORDS * 64 // BN - low
-    # To join a part of so many rows takes about as long as a chunk: then this share has the earliest end.
+    # Merging a part of `ROWS` rows takes about as long as reading a chunk. So this share gives the earliest end.
     share = tl.maximum(tl.cdiv(chunks, splits), (tl.sqrt(chunks * (BM / ROWS)) + 0.5).to(tl.int32))
-    used = tl.cdiv(chunks, share)  # splits; the others have nothing to do
+    used = tl.cdiv(chunks, share)  # splits that have work
     start = low + split * share
     end = tl.minimum(start + share, low + chunks)
-    begin(EARLY)  # what was read so far was there before the pass
+    begin(EARLY)  # everything read so far existed before the pass
     if (tile * BM < rows) & (split < used):
         query = _entries(q, token * q0 + of * q1, real, D, DP)
         k, v = keys + head.to(tl.int64) * k1, values + head.to(tl.int64) * v1
-        rest = (tl.full([], 1, tl.int64) << (prefix - full * BN)) - 1  # of the prefix, as bits
+        rest = (tl.full([], 1, tl.int64) << (prefix - full * BN)) - 1  # the rest of the prefix, as bits
         top = tl.full([BM], float("-inf"), tl.float32)
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DP], tl.float32)
@@ -165,7 +167,7 @@ def _attention(
             if chunk > full:
                 entry0 = base + prefix + (chunk - full - 1) * BN
                 some = tl.reduce_or(_bits(bits, token, real, chunk - full - 1, WORDS, BN), 0)
-            live = _bit(some, column)  # what nobody sees may never have been written
+            live = _bit(some, column)  # an entry that no row sees may never have been written
             key = _entries(k + entry0 * k0, column * k0, live, D, DP)
             value = _entries(v + entry0 * v0, column * v0, live, D, DP)
             logit = _logits(query, key, scale, SOFTCAP)
@@ -187,9 +189,9 @@ def _attention(
             tl.store(stats + split * BM + line, top, mask=real)
             offset = (split * BM + line)[:, None] * D + dim[None, :]
             tl.store(sums + offset, acc, mask=real[:, None] & (dim < D)[None, :])
-            tl.debug_barrier()  # the whole program has stored before one of its threads says so
+            tl.debug_barrier()  # all threads of the program must have stored before one of them reports it
             if tl.atomic_add(arrived + place, 1, sem="acq_rel", scope="gpu") == used - 1:
-                tl.store(arrived + place, 0)  # for the next launch
+                tl.store(arrived + place, 0)  # reset for the next launch
                 for first in range(0, tl.minimum(rows - tile * BM, BM), LINES):
                     peak, mixed = _join(sums, stats, first, rows - tile * BM, used, D, DP, BM, PARTS, LINES)
                     _write(out, sinks, token0, tile * BM + first, rows, head, peak, mixed, GROUP, D, DP, LINES)
@@ -199,7 +201,7 @@ def _attention(
 
 @jit
 def _task(jobs, place, count, GROUP: constexpr, JP: constexpr, BM: constexpr):
-    """Of the tiles of all jobs in their order, the one at `place`; and its job: no rows if there is none."""
+    """Return tile number `place` among the tiles of all jobs, and its job. A tile without a job has no rows."""
     job = tl.arange(0, JP)
     tiles = tl.cdiv((tl.load(jobs + job * 4 + 1, mask=job < count, other=0) * GROUP).to(tl.int32), BM)
     before = tl.cumsum(tiles, 0) <= place
@@ -212,20 +214,20 @@ def _task(jobs, place, count, GROUP: constexpr, JP: constexpr, BM: constexpr):
 
 @jit
 def _bits(bits, token, real, chunk, WORDS: constexpr, BN: constexpr):
-    """Which entries of a chunk of this pass the rows see."""
+    """Return which entries in a chunk of this pass each row sees, as bits."""
     return tl.load(bits + token * WORDS + chunk * BN // 64, mask=real, other=0) >> (chunk * BN % 64)
 
 
 @jit
 def _bit(word, at):
-    """Whether it is set."""
+    """Return whether bit `at` of `word` is set."""
     half = tl.where(at < 32, word.to(tl.int32), (word >> 32).to(tl.int32))  # 64-bit shifts are slow
     return (half >> (at & 31)) & 1 != 0
 
 
 @jit
 def _entries(side, offset, live, D: constexpr, DP: constexpr):
-    """Rows of `side`, with zeros where they are not live or where the head ends."""  # [rows, DP]
+    """Load rows of `side`, with zeros for rows that are not live and beyond the head dimension."""  # [rows, DP]
     dim = tl.arange(0, DP)
     mask = live[:, None] if D == DP else live[:, None] & (dim < D)[None, :]
     return tl.load(side + offset[:, None] + dim[None, :], mask=mask, other=0.0)
@@ -233,9 +235,9 @@ def _entries(side, offset, live, D: constexpr, DP: constexpr):
 
 @jit
 def _logits(query, key, scale, SOFTCAP: constexpr):
-    """In units of log 2."""
+    """Return the attention logits in units of log 2."""
     logit = tl.dot(query, tl.trans(key), input_precision="ieee")
-    if SOFTCAP > 0:  # tanh, without overflow
+    if SOFTCAP > 0:  # tanh without overflow
         bend = 1 - 2 / (1 + tl.exp2(logit * (scale * (2 * 1.4426950408889634 / SOFTCAP))))
         return bend * (SOFTCAP * 1.4426950408889634)
     else:
@@ -244,7 +246,7 @@ def _logits(query, key, scale, SOFTCAP: constexpr):
 
 @jit
 def _fold(logit, value, top, total, acc):
-    """A chunk of entries added to the running maximum, sum and mixture."""
+    """Add a chunk of entries to the running maximum, sum and weighted values (online softmax)."""
     peak = tl.maximum(top, tl.max(logit, 1))
     shift = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet
     part = tl.exp2(logit - shift[:, None])
@@ -255,24 +257,24 @@ def _fold(logit, value, top, total, acc):
 
 @jit
 def _mean(top, total, acc):
-    """The logarithm of the sum, and the mixture by it; zeros for a row that has seen nothing."""
+    """Return the base-2 logarithm of the sum, and the values divided by the sum; zeros for a row that sees nothing."""
     none = total == 0
     total = tl.where(none, 1.0, total)
-    return top + tl.log2(total), tl.where(none[:, None], 0.0, acc * (1 / total)[:, None])  # not-a-number stays
+    return top + tl.log2(total), tl.where(none[:, None], 0.0, acc * (1 / total)[:, None])  # NaN stays NaN
 
 
 @jit
 def _join(
     sums, stats, first, rows, used, D: constexpr, DP: constexpr, BM: constexpr, PARTS: constexpr, LINES: constexpr
 ):
-    """The splits' parts of a few rows, in their order; .cg, since other multiprocessors wrote them."""
+    """Merge the splits' parts of a few rows, in order; .cg, since other multiprocessors wrote them."""
     line, dim = first + tl.arange(0, LINES), tl.arange(0, DP)
     written = tl.where(line < rows, used, 0)
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     acc = tl.zeros([LINES, DP], tl.float32)
     for start in tl.range(0, used, PARTS, num_stages=1):
-        for i in tl.static_range(PARTS):  # so many reads are on their way at a time
+        for i in tl.static_range(PARTS):  # PARTS reads are in flight at a time
             place, there = (start + i) * BM + line, start + i < written
             logit = tl.load(stats + place, mask=there, other=float("-inf"), cache_modifier=".cg")
             inside = there[:, None] & (dim < D)[None, :]
@@ -289,12 +291,12 @@ def _join(
 def _write(
     out, sinks, token0, first, rows, head, top, mixed, GROUP: constexpr, D: constexpr, DP: constexpr, LINES: constexpr
 ):
-    """Rows of the output, once all that they see is in."""
+    """Write rows of the output once all their entries are merged."""
     row, dim = first + tl.arange(0, LINES), tl.arange(0, DP)
     of, inside = head * GROUP + row % GROUP, (row < rows)[:, None] & (dim < D)[None, :]
     if sinks is not None:
         sink = tl.load(sinks + of).to(tl.float32) * 1.4426950408889634
-        shift = tl.maximum(tl.maximum(top, sink), -1e30)  # both may be endless
+        shift = tl.maximum(tl.maximum(top, sink), -1e30)  # both may be -inf
         share = tl.exp2(top - shift)
         mixed *= (share / tl.maximum(share + tl.exp2(sink - shift), 0.5))[:, None]
     line = (token0 + row // GROUP) * tl.num_programs(1) * GROUP + of
@@ -305,7 +307,7 @@ def _write(
 def _clear(
     out, jobs, count, all_tokens, head, GROUP: constexpr, D: constexpr, DP: constexpr, JP: constexpr, BM: constexpr
 ):
-    """Zeros for tokens of no job. The tiles, as many as any jobs need, have room for the rows of all tokens."""
+    """Write zeros for tokens of no job. The grid has enough tiles for the rows of all tokens, whatever the jobs are."""
     row, job, dim = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, JP), tl.arange(0, DP)
     token = row // GROUP
     first = tl.load(jobs + job * 4, mask=job < count, other=0)

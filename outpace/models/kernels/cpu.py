@@ -1,4 +1,4 @@
-"""few_rows.cpp, compiled once for this machine: operators for products and attention of a few float32 rows."""
+"""Build and load few_rows.cpp: CPU operators for linear layers and attention on a few float32 rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from outpace.storage.files import cache_dir
 
 SOURCE = Path(__file__).with_name("few_rows.cpp")
-# No -ffast-math: the compiler would order the sums of one row in one way, and those of four rows in another.
+# No -ffast-math: the compiler would sum a single row in another order than four rows at once.
 FEWEST_FLAGS = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC"]
 FLAGS = ["-march=native", "-mprefer-vector-width=512", *FEWEST_FLAGS]  # not every compiler knows the first two
 
-# Defined here, so that they can be traced; the library has what they do.
+# The operators are defined here, so that they can be traced. The compiled library implements them.
 OPS = torch.library.Library("outpace_cpu", "DEF")
 OPS.define("linears(Tensor x, Tensor[] weights, Tensor[] scales, Tensor?[] biases) -> Tensor")
 OPS.define("attend(Tensor q, Tensor keys, Tensor values, Tensor[] seen, Tensor? sinks, float[] options) -> Tensor")
@@ -34,7 +34,7 @@ OPS.impl("attend", lambda q, *rest: torch.empty_like(q, memory_format=torch.cont
 
 @cache
 def available() -> bool:
-    """Whether there are operators; not without a C++ compiler with OpenMP. Built once, then found in the cache."""
+    """Return whether the operators are available. They need a C++ compiler with OpenMP; the build is cached."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if compiler is None or os.name != "posix":
         return False
@@ -60,7 +60,7 @@ def _compile(compiler: str, target: Path) -> None:
             _run(compiler, *FLAGS, *headers, "-c", str(SOURCE), "-o", str(object_file))
         except subprocess.CalledProcessError:
             _run(compiler, *FEWEST_FLAGS, *headers, "-c", str(SOURCE), "-o", str(object_file))
-        # Linked with torch's own OpenMP: two of them would have two sets of threads that fight for the cores.
+        # Link with torch's own OpenMP: a second one would have its own threads, which compete for the cores.
         lib = home / "lib"
         own = next(iter(sorted(lib.glob("libgomp*"))), None)
         openmp = [str(own)] if own is not None else ["-fopenmp"]

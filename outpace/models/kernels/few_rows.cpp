@@ -1,7 +1,7 @@
-/* Products and attention of a few float32 rows, bound by memory and not by arithmetic, as operators of torch.
+/* Torch operators for linear layers and attention on a few float32 rows, bound by memory and not by arithmetic.
  *
  * A library's matrix product of 2 to 16 rows costs several times that of one row. Here a block of weight rows is read
- * once and used for all rows of x while it is in the cache. What a row of x gives depends on nothing but that row: every
+ * once and used for all rows of x while it is in the cache. The result of a row of x depends on that row alone: every
  * sum runs in the same order whatever else is in the pass, so results are bit-identical with and without speculation.
  */
 #include <ATen/core/List.h>
@@ -20,7 +20,7 @@
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 constexpr int ROWS = 8;                                              // of x whose sums are in registers at once
-constexpr int columns_for(int rows) { return rows > 4 ? 2 : 4; }     // of w: 16 sums, 4 or 8 of x, and a weight
+constexpr int columns_for(int rows) { return rows > 4 ? 2 : 4; }     // of w: 16 sums, 4 or 8 vectors of x, 1 of w
 #else
 #if defined(__AVX2__)
 constexpr int LANES = 8;
@@ -28,9 +28,9 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 constexpr int ROWS = 4;
-constexpr int columns_for(int) { return 2; }                         // 8 sums, 4 of x, and a weight
+constexpr int columns_for(int) { return 2; }                         // 8 sums, 4 vectors of x, 1 of w
 #endif
-/* Rows of w that a thread takes at a time: with many rows of x, those of a tile should stay in the nearest cache. */
+/* Rows of w that a thread takes at a time. With many rows of x, those of a tile should stay in the nearest cache. */
 constexpr long block_for(long m) { return m > ROWS ? 32 : 4; }
 
 #define INLINE inline __attribute__((always_inline))
@@ -51,7 +51,7 @@ INLINE vec load(const int8_t *p) {
 #endif
 }
 
-/* Floats whose lower halves are zero, kept as their upper halves: the same numbers for half the reading. */
+/* bfloat16: floats whose lower halves are zero, stored as their upper halves. Same values, half the bytes to read. */
 INLINE vec load(const uint16_t *p) {
 #if defined(__AVX512F__)
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
@@ -73,7 +73,7 @@ INLINE float widened(uint16_t weight) {
     return value;
 }
 
-/* The sums of the elements of four vectors; each adds its halves, then theirs, wherever it stands among the four. */
+/* Sum the elements of each of four vectors by adding halves repeatedly, in the same order at all four places. */
 INLINE void totals(const vec *v, float *out) {
 #if defined(__AVX512F__)
     const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
@@ -94,7 +94,7 @@ INLINE void totals(const vec *v, float *out) {
 #endif
 }
 
-/* y[i, j] of some rows of x and of w. */
+/* Compute y[i, j] for some rows of x and of w. */
 template <int rows, int columns, typename W>
 INLINE void tile(const float *x, const W *w, float *y, long k, long stride) {
     vec sum[(rows * columns + 3) / 4 * 4] = {};
@@ -105,7 +105,7 @@ INLINE void tile(const float *x, const W *w, float *y, long k, long stride) {
         for (int i = 0; i < rows; i++) a[i] = load(x + i * k + p);
         for (int j = 0; j < columns; j++) {
             const W *at = w + j * k + p;
-            __builtin_prefetch(at + columns * k, 0, 3); // the next tile, or two cores cannot keep up
+            __builtin_prefetch(at + columns * k, 0, 3); // the next tile; without it two cores cannot keep up
             const vec b = load(at);
             for (int i = 0; i < rows; i++) sum[j * rows + i] += a[i] * b;
         }
@@ -119,7 +119,7 @@ INLINE void tile(const float *x, const W *w, float *y, long k, long stride) {
         }
 }
 
-/* As many rows of x as fit into a tile, times `columns` rows of w. */
+/* Multiply as many rows of x as fit into a tile by `columns` rows of w. */
 template <int rows, typename W>
 void strip(const float *x, const W *w, float *y, long k, long stride, long columns) {
     constexpr int step = columns_for(rows);
@@ -139,11 +139,11 @@ void strips(const float *x, const void *w, float *y, long k, long stride, long c
     }
 }
 
-/* One of several matrices that multiply the same rows; its columns of y begin at `first`. */
+/* One of several matrices that multiply the same rows. Its columns of y begin at `first`. */
 struct Matrix {
-    const char *weight; // [n, k]: float, int8, or upper halves of floats, by its bytes
-    const float *scale; // [n], or none
-    const float *bias;  // [n], or none
+    const char *weight; // [n, k]: float, int8 or bfloat16, according to `bytes`
+    const float *scale; // [n], or null
+    const float *bias;  // [n], or null
     long n, first, bytes;
 
     long blocks(long m) const { return (n + block_for(m) - 1) / block_for(m); }
@@ -164,7 +164,7 @@ struct Matrix {
     }
 };
 
-/* Several products of the same rows, side by side; int8 weights come with a scale per output, others with none. */
+/* Several linear layers on the same rows, side by side. int8 weights have a scale per output, others have none. */
 static at::Tensor linears(const at::Tensor &x, at::TensorList weights, at::TensorList scales,
                           const c10::List<std::optional<at::Tensor>> &biases) {
     const at::Tensor rows = x.contiguous();
@@ -194,12 +194,12 @@ static at::Tensor linears(const at::Tensor &x, at::TensorList weights, at::Tenso
     return out;
 }
 
-/* e to the power of x <= 0, within 2 units in the last place: Taylor's series between halves of powers of two. */
+/* e to the power of x <= 0, within 2 units in the last place: a Taylor series between half powers of two. */
 INLINE vec exponential(vec x) {
     x = x < -87.0f ? (vec){} - 87.0f : x;
-    const ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); // towards zero: the nearest, as x <= 0
+    const ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); // truncates, to the nearest as x <= 0
     const vec n = __builtin_convertvector(power, vec);
-    const vec rest = (x - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts
+    const vec rest = (x - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts, for precision
     vec sum = (vec){} + 1.9841270e-4f;
     for (float factor : {1.3888889e-3f, 8.3333333e-3f, 4.1666667e-2f, 1.6666667e-1f, 0.5f, 1.0f, 1.0f})
         sum = sum * rest + factor;
@@ -210,15 +210,15 @@ struct Attention {
     const float *q;           // [tokens, heads, dim]
     const float *keys;        // [pool, kv heads, dim]
     const float *values;
-    const float *sinks;       // [heads], or none
-    const int64_t *jobs;      // [count, 4]: first token, tokens, where the row begins in the pool, committed entries
-    const int64_t *bits;      // [tokens, words]: which of the entries of this pass a token sees
+    const float *sinks;       // [heads], or null
+    const int64_t *jobs;      // [count, 4]: first token, tokens, first pool entry of the slot, committed entries
+    const int64_t *bits;      // [tokens, words]: which entries of this pass a token sees
     const int64_t *positions; // [tokens]
     float *out;               // [tokens, heads, dim]
     long count, heads, kv_heads, dim, words, window;
     float scale, softcap;
 
-    /* The entries that a token sees, in the order of the text. */
+    /* Find the entries that a token sees, in the order of the text. */
     void find(const int64_t *job, long token, std::vector<int64_t> &seen) const {
         const long start = window ? std::max(0l, (long)positions[token] - window + 1) : 0;
         seen.resize(std::max(0l, job[3] - start));
@@ -227,7 +227,7 @@ struct Attention {
             if ((uint64_t)bits[token * words + i / 64] >> (i % 64) & 1) seen.push_back(job[2] + job[3] + i);
     }
 
-    /* Four entries' scores with one query. */
+    /* Compute the scores of four entries with one query. */
     INLINE void score(const float *query, const float *const *four, float *result) const {
         vec part[4] = {};
         long d = 0;
@@ -243,7 +243,7 @@ struct Attention {
         }
     }
 
-    /* What one query gives to the entries `seen`, not yet divided by the sum, which is returned. */
+    /* Compute the weights of the entries `seen` for one query, before division by their sum, which is returned. */
     float weigh(const float *query, const std::vector<int64_t> &seen, long offset, const float *sink, float *weight) const {
         const long stride = kv_heads * dim, count = seen.size();
         for (long i = 0; i < count; i += 4) {
@@ -252,7 +252,7 @@ struct Attention {
             score(query, four, weight + i);
         }
         constexpr float LEAST = -3e38f;
-        for (long i = count; i < count + LANES; i++) weight[i] = LEAST; // to the end of a last vector: they weigh nothing
+        for (long i = count; i < count + LANES; i++) weight[i] = LEAST; // pads the last vector; weighs 0
         vec tops = (vec){} + LEAST, parts = {};
         for (long i = 0; i < count; i += LANES) tops = load(weight + i) > tops ? load(weight + i) : tops;
         float top = sink ? *sink : LEAST;
@@ -268,11 +268,11 @@ struct Attention {
         return sink ? sum[0] + std::exp(*sink - top) : sum[0];
     }
 
-    /* The values of the entries `seen`, mixed for some heads that share them. */
+    /* Compute the weighted mean of the values of the entries `seen` for some heads that share them. */
     template <int group>
     void mix(const std::vector<int64_t> &seen, long offset, const float *weight, long room, const float *sums, float *to) const {
         const long stride = kv_heads * dim;
-        constexpr int WIDE = 4 / (group > 2 ? 2 : 1); // vectors of each head at a time: all sums stay in registers
+        constexpr int WIDE = 4 / (group > 2 ? 2 : 1); // vectors per head at a time: all sums stay in registers
         long d = 0;
         for (; d + WIDE * LANES <= dim; d += WIDE * LANES) {
             vec part[group][WIDE] = {};
@@ -292,7 +292,7 @@ struct Attention {
             }
     }
 
-    /* One token, and the heads of one key head. */
+    /* Run attention for one token and the query heads of one key head. */
     void attend(long token, long kv, const std::vector<int64_t> &seen, float *weight, long room) const {
         const long group = heads / kv_heads, offset = kv * dim;
         for (long done = 0; done < group;) {

@@ -1,7 +1,7 @@
-"""The choice of a token for each row of logits: the largest, or the largest with keyed noise, as `Sampler` makes it.
+"""Triton kernels that choose a token for each row of logits, as `Sampler` does: argmax, or Gumbel-max with keyed noise.
 
 The noise is that of `outpace.sampling.noise.gumbel`: a pure function of two words and the token. Nothing is sorted, and
-no row of the vocabulary is written.
+no row of vocabulary size is written.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,8 +18,10 @@ BLOCK = 2048  # logits of a chunk
 
 
 def choose(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
-    """Each row's token; its largest logit, which is not finite when the row cannot be chosen from; the token's
-    probability, under greedy choice that at temperature 1; and 1, because it is sure."""
+    """Return for each row: the token, the largest logit, the token's probability, and 1, because the choice is certain.
+
+    The largest logit is not finite if no token can be chosen. A greedy choice has its probability at temperature 1.
+    """
     # [rows, vocab], int64 [rows, 2] of `noise.keys`, [rows] (0: greedy) -> float64 [4, rows]
     return torch.ops.outpace.choose(logits, words, temperature)
 
@@ -37,14 +39,14 @@ def _(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
 
 
 class KernelChoices(NamedTuple):
-    """Choices, and what was found on the way."""
+    """Choices and intermediate results."""
 
     chosen: Tensor  # float64 [4, rows]
-    facts: Tensor  # [4, rows, chunks]: largest logit; after the temperature: largest, mass, and that of the winner
+    facts: Tensor  # [4, rows, chunks]: largest logit; after the temperature: largest logit, mass, logit of the winner
 
 
 def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = BLOCK) -> KernelChoices:
-    """Both kernels, in chunks of `block` logits. Everything is read where it lies, or there would be more of them."""
+    """Run both kernels, in chunks of `block` logits. Inputs are read in place, since copies would be more kernels."""
     (rows, vocab), device = logits.shape, logits.device
     chunks = -(-vocab // block)
     chosen = torch.empty(4, rows, dtype=torch.float64, device=device)
@@ -55,7 +57,7 @@ def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = BLOC
         return KernelChoices(chosen, facts)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     with torch.cuda.device_of(logits):
-        # PyTorch divides by a number on a GPU as it multiplies by the inverse, and on a CPU it divides.
+        # To divide by a scalar, PyTorch multiplies by its inverse on a GPU, and divides on a CPU.
         _chunk[(rows, chunks)](
             logits, words, temperature, scores, winners, facts, vocab, logits.stride(0), words.stride(0),
             words.stride(1), temperature.stride(0), BLOCK=block, INVERSE=device.type == "cuda", num_warps=8,
@@ -70,21 +72,21 @@ def _chunk(
     logits, words, temperature, scores, winners, facts, vocab, stride, w0, w1, t0,
     BLOCK: constexpr, INVERSE: constexpr, EARLY: constexpr,
 ):  # fmt: skip
-    """The best token of one chunk of one row."""
+    """Find the best token of one chunk of one row."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     begin(EARLY)
     x = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < vocab, other=float("-inf"))
     if x.dtype != tl.float64:
         x = x.to(tl.float32)
-    bad = tl.max((x != x).to(tl.int32), 0) > 0  # a maximum passes over what is not a number
+    bad = tl.max((x != x).to(tl.int32), 0) > 0  # the maximum ignores NaN
     place, apart = row * tl.num_programs(1) + chunk, tl.num_programs(0) * tl.num_programs(1)
     largest = tl.max(x, 0)
     tl.store(facts + place, tl.where(bad, float("nan"), largest).to(tl.float32))
     heat = tl.load(temperature + row * t0)
     if heat == 0:
         warm, top = x, tl.where(largest == largest, largest, float("-inf")).to(tl.float64)
-        winner = tl.min(tl.where(x == largest, token, vocab - 1), 0)  # the first, if several are
+        winner = tl.min(tl.where(x == largest, token, vocab - 1), 0)  # the first one on a tie
     else:
         warm = cooled(x, heat.to(x.dtype), INVERSE)
         score = warm.to(tl.float64) + gumbel(token, words + row * w0, w1)
@@ -94,7 +96,7 @@ def _chunk(
     tl.store(scores + place, top)
     tl.store(winners + place, winner)
     warm = warm.to(tl.float32)
-    warm = tl.where(warm < float("inf"), warm, float("-inf"))  # what is not finite is told by the largest logit
+    warm = tl.where(warm < float("inf"), warm, float("-inf"))  # the largest logit already reports non-finite values
     peak = tl.max(warm, 0)
     mass = tl.sum(tl.exp(warm - tl.where(peak == float("-inf"), 0.0, peak)), 0)
     tl.store(facts + apart + place, peak)
@@ -104,17 +106,17 @@ def _chunk(
 
 @jit
 def cooled(x, heat, INVERSE: constexpr):
-    """`x / heat`, in the dtype of x, to the bit as PyTorch has it."""
+    """Divide `x` by the temperature, in the dtype of x, bit for bit as PyTorch does."""
     one = heat * 0 + 1
     if x.dtype == tl.float64:
         return x * (one / heat) if INVERSE else x / heat
-    else:  # a float32 quotient is approximate unless one asks
+    else:  # the plain float32 division is approximate
         return x * tl.div_rn(one, heat) if INVERSE else tl.div_rn(x, heat + tl.zeros_like(x))
 
 
 @jit
 def gumbel(token, words, apart):
-    """`outpace.sampling.noise.gumbel` of each token, with the two words of its keys."""  # float64
+    """Compute `outpace.sampling.noise.gumbel` of each token from the two words of its key."""  # float64
     a, b = tl.load(words).to(tl.uint32), tl.load(words + apart).to(tl.uint32)
     word = _mix(_mix(token.to(tl.uint32) * 0x9E3779B1 + a) ^ b)
     return -tl.log(-tl.log((word.to(tl.float64) + 0.5) * (1.0 / 4294967296)))
@@ -122,7 +124,7 @@ def gumbel(token, words, apart):
 
 @jit
 def _mix(x):
-    """`outpace.sampling.noise.mix`, whose products wrap around by themselves in 32 bits."""
+    """Compute `outpace.sampling.noise.mix`; 32-bit products wrap around without a mask."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -130,7 +132,7 @@ def _mix(x):
 
 @jit
 def _best(scores, winners, facts, chosen, chunks, BLOCK: constexpr, EARLY: constexpr):
-    """The best of a row's chunks; the first of them, if several are."""
+    """Choose the best of a row's chunks; the first one on a tie."""
     row, rows, chunk = tl.program_id(0), tl.num_programs(0), tl.arange(0, BLOCK)
     place, inside = row * chunks + chunk, chunk < chunks
     begin(EARLY)

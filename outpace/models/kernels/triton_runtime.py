@@ -1,4 +1,4 @@
-"""What the kernels share: Triton, where it is installed, and the size of the GPU."""
+"""Shared parts of the Triton kernels: Triton itself, if it is installed, GPU properties and launch options."""
 
 from __future__ import annotations
 
@@ -10,35 +10,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of matrix products, which are summed up in float32
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of matrix products; sums are in float32
 AVAILABLE = importlib.util.find_spec("triton") is not None  # a machine without a GPU need not have it
 tl: Any = importlib.import_module("triton.language") if AVAILABLE else None
 
-if TYPE_CHECKING:  # Triton knows a compile-time argument by this word in its annotation
+if TYPE_CHECKING:  # Triton recognizes a compile-time argument by this name in its annotation
     constexpr = Any
 else:
     constexpr = tl.constexpr if AVAILABLE else None
 
 
-VARYING = [
-    "rows",
-    "count",
-    "all_tokens",
-]  # arguments that differ from call to call: one compiled kernel serves all their values
+# Arguments that differ from call to call. One compiled kernel serves all their values.
+VARYING = ["rows", "count", "all_tokens"]
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """A kernel, which is interpreted where TRITON_INTERPRET is set; without Triton it only has a name."""
+    """Make a Triton kernel, interpreted if TRITON_INTERPRET is set; without Triton, return the function unchanged."""
     if not AVAILABLE:
         return function
     return importlib.import_module("triton").jit(function, do_not_specialize=VARYING)
 
 
 class Machine(NamedTuple):
-    """What the cut of the work depends on."""
+    """The GPU properties that determine the tiles."""
 
     processors: int  # multiprocessors
-    shared: int  # bytes of fast memory that one program can have
+    shared: int  # bytes of shared memory that one program can have
 
 
 H200 = Machine(132, 232448)
@@ -46,7 +43,7 @@ H200 = Machine(132, 232448)
 
 @lru_cache
 def machine(device: torch.device) -> Machine:
-    """The GPU; where kernels are interpreted, one program at a time, a small one."""
+    """Return the properties of the GPU; for interpreted kernels, which run one program at a time, a small machine."""
     if device.type != "cuda":
         return Machine(2, 2**16)
     found = torch.cuda.get_device_properties(device)
@@ -55,19 +52,19 @@ def machine(device: torch.device) -> Machine:
 
 @lru_cache
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can be started while the one before it ends: what it does first hides its start."""
+    """Return whether a kernel can start while the previous one ends, so that its first steps hide the launch."""
     cuda = device.type == "cuda" and torch.version.hip is None
     return cuda and torch.cuda.get_device_capability(device)[0] >= 9 and hasattr(tl.extra.cuda, "gdc_wait")
 
 
 def early(device: torch.device) -> dict[str, bool]:
-    """Arguments of a launch that may overlap the one before it."""
+    """Return the launch arguments that let a kernel overlap with the previous one, if the GPU can."""
     return {"EARLY": True, "launch_pdl": True} if overlaps(device) else {"EARLY": False}
 
 
 @jit
 def begin(EARLY: constexpr):  # type: ignore[no-untyped-def]
-    """Wait for what the kernels before this one wrote; only then may the next one start: so it can rely on them too."""
+    """Wait for the writes of all earlier kernels, then let the next kernel start, so that it can rely on them too."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -77,13 +74,13 @@ _COUNTERS: dict[torch.device, list[torch.Tensor]] = {}
 
 
 def counters(device: torch.device, count: int) -> torch.Tensor:
-    """At least `count` zeros, which programs of one launch count their arrivals in, and which they leave as zeros.
+    """Return at least `count` zeros, in which the programs of one launch count their arrivals and then reset them.
 
-    One workspace per device is enough for all kernels, as long as their launches follow each other on one stream at a
-    time: then no two are in flight together. The host zeroes it once, when it is made; that must not be in a capture,
-    which is why a kernel is called once before it is captured.
+    One workspace per device is enough for all kernels, if launches follow each other on one stream at a time: then no
+    two are in flight together. The host zeroes it once, when it allocates it. This must not happen during a capture,
+    so a kernel is called once before it is captured.
     """
-    made = _COUNTERS.setdefault(device, [])  # outgrown ones stay: graphs write to them
+    made = _COUNTERS.setdefault(device, [])  # outgrown ones stay alive, because graphs write to them
     if not made or len(made[-1]) < count:
         new = torch.zeros(max(2**14, power(count)), dtype=torch.int32, device=device)
         if device.type == "cuda":
@@ -93,5 +90,5 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
 
 
 def power(n: int) -> int:
-    """The least power of two that is not below `n`: the sizes of a kernel's tiles."""
+    """Return the smallest power of two that is at least `n`; the sizes of tiles are powers of two."""
     return 1 << max(0, n - 1).bit_length()
