@@ -170,9 +170,8 @@ class BlockHead(Parallel):
         fused = self._fused(torch.cat(new))
         rotations = self._rotations(torch.cat(places).to(fused.device)[None])
         rotations = Rotations(rotations.cos[0], rotations.sin[0])
-        sides = torch.stack(
-            [layer.sides(fused, rotations) for layer in self.layers]
-        )  # [layers, 2, kv heads, tokens, dim]
+        # [layers, 2, kv heads, tokens, dim]
+        sides = torch.stack([layer.sides(fused, rotations) for layer in self.layers])
         for context, part in zip(contexts, sides.split([len(states) for states in new], dim=3), strict=True):
             context.extend(part, self.size)
         return contexts

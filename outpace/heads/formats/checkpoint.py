@@ -19,7 +19,7 @@ SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
 class HeadFolder:
-    """A folder with a config.json and weights: safetensors, or torch's own files, loaded without running their code."""
+    """A folder with a config.json and weights: safetensors, or torch's own files, read without running any code."""
 
     def __init__(self, folder: Path):
         self.folder = folder

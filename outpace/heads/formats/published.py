@@ -194,7 +194,7 @@ def _shape(layer: dict[str, Any], tensors: dict[str, Tensor], embeddings: Embedd
     rope = read.rope_parameters
     if rope.get("rope_type", "default") not in ROPES:
         raise UsageError(
-            f"the head in {folder} has rotations of the type {rope['rope_type']}; only {', '.join(ROPES)} can be read"
+            f"the head in {folder} uses rotations of type {rope['rope_type']}; only {', '.join(ROPES)} can be read"
         )
     if rope.get("rope_type") == "yarn":  # it stretches from the length that the head was made for, not from ours
         rope.setdefault("original_max_position_embeddings", read.max_position_embeddings)

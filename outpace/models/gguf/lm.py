@@ -25,7 +25,7 @@ from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import SlotLM
 
 SLOTS = 64  # the first sequences are slots
-UNREAD = COMPANY - 1  # holds discarded cells; the sequences before it are for branches
+UNREAD = COMPANY - 1  # holds discarded cells; the sequences from SLOTS up to it are for branches
 CELLS = 4096  # of a new cache
 
 
@@ -124,9 +124,8 @@ class LlamaLM(SlotLM):
 
     def reserve(self, segments: Seq[Segment]) -> None:
         need = sum(len(segment.tokens) for segment in segments)
-        if need > self.file.largest_pass and any(
-            segment.layout is not None for segment in segments
-        ):  # prompts are split
+        # Prompts are split into passes, so only layouts can be too large for one.
+        if need > self.file.largest_pass and any(segment.layout is not None for segment in segments):
             raise CacheFull(f"{need} tokens exceed the limit of {self.file.largest_pass} per pass", segments[-1].slot)
         need += self.file.paired  # the dummy token takes a cell as well
         if self.end + need <= self.runtime.cells:

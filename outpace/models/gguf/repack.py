@@ -26,7 +26,7 @@ from outpace.models.memory import free
 from outpace.storage.files import cache_dir, write_whole
 
 logger = logging.getLogger(__name__)
-GAIN = 0.05  # least gain in time per single token for which weights are reordered
+GAIN = 0.05  # least saving, as a share of a single token's time, for which weights are reordered
 ROUNDS = 7
 MANY = 48  # tokens that are compared in one call
 CONTEXT = 16  # tokens before the timed ones

@@ -105,7 +105,7 @@ class File:
             self.paired = self._alone_is_different()
 
     def _alone_is_different(self) -> bool:
-        """Return whether tokens get different logits one by one than all at once."""
+        """Return whether tokens get different logits when they run one by one instead of all at once."""
         entries, logits = [BatchEntry(token, i, [0], True) for i, token in enumerate(PROBE)], list[Tensor]()
         for passes in ([entries], [[entry] for entry in entries]):
             runtime = Runtime(self, LEAST)

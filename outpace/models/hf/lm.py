@@ -24,7 +24,7 @@ from outpace.models.hf.tolerance import agree
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import SlotLM
 
-PROBE = 8  # tokens of each text that tests a model
+PROBE = 8  # tokens of each text on which a model is tested
 
 
 class TransformersLM(SlotLM):

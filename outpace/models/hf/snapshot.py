@@ -158,9 +158,8 @@ class SnapshotLM(SlotLM):
         return SegmentOutput(torch.cat(logits)[-nodes:] if segment.layout is not None else None, hidden)
 
     def release(self, slot: int) -> None:
-        if (
-            self.slots[slot].layout is not None
-        ):  # its nodes are in the state, and only the root surely belongs to the text
+        # The nodes of a layout are in the state, and only the root surely belongs to the text.
+        if self.slots[slot].layout is not None:
             self._cut_back(slot, [ROOT])
         super().release(slot)
 
