@@ -72,7 +72,7 @@ def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
 
 
 def test_gpt_oss_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="bitwise=True cannot be kept: GptOssForCausalLM"):
+    with pytest.raises(UnsupportedModel, match="bitwise=True cannot be guaranteed: GptOssForCausalLM"):
         wrap(tiny_models.MODELS["gpt_oss"](), bitwise=True)
 
 
@@ -83,7 +83,7 @@ def test_a_model_that_mixes_rows_is_refused() -> None:
         return out + 1e-6 * out.mean(dim=1, keepdim=True)
 
     model.model.layers[0].mlp.register_forward_hook(mixing)
-    with pytest.raises(UnsupportedModel, match="bitwise=True cannot be kept"):
+    with pytest.raises(UnsupportedModel, match="bitwise=True cannot be guaranteed"):
         wrap(model, bitwise=True)
 
 

@@ -464,7 +464,7 @@ def test_a_model_that_scores_chains_refuses_a_tree() -> None:
 # A cache that is too small
 
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 8  # keys and values, layers, heads, dimensions, bytes of a float64: of one token
-NUMBERS = r"room for \d+ tokens of this request and it needs \d+: [\d.]+ MiB, with a limit of [\d.]+ MiB"
+NUMBERS = r"room for \d+ tokens of this request, which needs \d+ \([\d.]+ MiB\); the limit is [\d.]+ MiB"
 
 
 def small(rows: int, capacity: int = FIRST_CAPACITY) -> Model:

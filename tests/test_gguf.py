@@ -284,14 +284,14 @@ def test_a_cache_that_is_full_is_made_anew_and_larger(file: File, model: Model) 
 
 
 def test_what_does_not_fit_is_refused_with_numbers(file: File) -> None:
-    with pytest.raises(UsageError, match="holds 100 tokens of this model, and 256 are the least"):
+    with pytest.raises(UsageError, match="hold 100 tokens of this model, the minimum is 256"):
         LlamaLM(file, cache_limit=100 * file.token_bytes)
     lm = LlamaLM(file, cache_limit=2048 * file.token_bytes)
     row = lm.acquire([])
     with pytest.raises(CacheFull, match="3000 tokens do not fit into a cache of 2048"):
         lm.feed([[1] * 3000], [row])
     assert lm.weights.memory(4096).fits is False
-    with pytest.raises(CacheFull, match="2049 tokens are more than the 2048 of a pass"):
+    with pytest.raises(CacheFull, match="2049 tokens exceed the limit of 2048 per pass"):
         lm.score([Tree.chain([1] * 2049)], [lm.acquire([])])
 
 

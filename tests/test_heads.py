@@ -210,11 +210,11 @@ def test_settings_of_heads() -> None:
     assert store.fresh("block", lm).spec.taps == (1, 2, 3)
     assert store.fresh("block", lm, layers=2).spec.taps == (1, 3)
     assert store.fresh("medusa", lm, rank=4, steps=3).spec.taps == (6,)
-    with pytest.raises(HeadNotFound, match="no medusa head"):
+    with pytest.raises(HeadNotFound, match="No medusa head"):
         target().generate([1, 2, 3], method="medusa")
     with pytest.raises(UsageError, match="is of the kind 'medusa', not 'block'"):
         target().generate([1, 2, 3], method="block", head=head_of("medusa"))
-    with pytest.raises(UsageError, match="guesses 4 tokens, not 5"):
+    with pytest.raises(UsageError, match="drafts 4 tokens, not 5"):
         head_of("medusa").unroll(torch.tensor([[1, 2]]), torch.zeros(1, 2, 32), 5)
     with pytest.raises(UsageError, match="block needs depth"):
         registry.method("block", depth=-1)

@@ -436,7 +436,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert shown.exit_code == 0 and "--method pruned -o layers=0-1" in shown.stdout
     assert json.loads(run("--remove", "1", "--by", "search", "--json").stdout)["output"] is None
     for arguments, message in (
-        (["--remove", "1", "--output", str(folder)], "is there already"),
+        (["--remove", "1", "--output", str(folder)], "already exists"),
         (["--remove", "3"], "leaves no layer: tiny has 3"),
         ([], "with --remove, or which ones stay with --layers"),
         (["--remove", "1", "--layers", "0"], "with --remove, or which ones stay with --layers"),

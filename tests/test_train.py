@@ -273,13 +273,13 @@ def test_what_a_head_that_is_there_becomes(tiny: Model) -> None:
     )
     with pytest.raises(UsageError, match="no layers to add"):
         store.grown(store.fresh("medusa", tiny.lm), tiny.lm, None, layers=2)
-    with pytest.raises(UsageError, match=r"trained without taps=\[0, 1\], and cannot go on with it: fc.weight"):
+    with pytest.raises(UsageError, match=r"trained without taps=\[0, 1\] and cannot continue with it: fc.weight"):
         store.grown(store.fresh("block", tiny.lm), tiny.lm, None, taps=[0, 1])
     for taps in ([99], [], 3, ["a"]):
         with pytest.raises(UsageError, match="a list of hidden states, from 0 to"):
             store.fresh("mtp", tiny.lm, taps=taps)
     for given in ({"linked": "x"}, {"linked": -5}, {"steps": 0}, {"layers": True}):
-        with pytest.raises(UsageError, match="of a head is a whole number of at least"):
+        with pytest.raises(UsageError, match="of a head must be an integer of at least"):
             store.fresh("medusa", tiny.lm, **given)
     with pytest.raises(UsageError, match="output matrix of its own"):
         store.grown(store.fresh("mtp", tiny.lm, own_output=True), tiny.lm, torch.arange(4))

@@ -252,7 +252,7 @@ def test_a_request_that_asks_for_a_head_fetches_it(
 ) -> None:
     with pytest.raises(HeadNotFound, match="no medusa head for this model is on this machine"):
         Model(elsewhere).generate([1, 2, 3], method="medusa", max_tokens=4)
-    with pytest.raises(HeadNotFound, match="no block head for this model came with us"):
+    with pytest.raises(HeadNotFound, match="No block head ships for this model"):
         Model(elsewhere).generate([1, 2, 3], method="block", max_tokens=4)
     monkeypatch.setenv(weights.SETTING, str(served.parent))
     Model(elsewhere).generate([1, 2, 3], method="medusa", max_tokens=4)
@@ -261,7 +261,7 @@ def test_a_request_that_asks_for_a_head_fetches_it(
 
 
 def test_another_model_of_the_same_size_gets_no_head(elsewhere: ToyLM) -> None:
-    with pytest.raises(HeadNotFound, match="came with us"):
+    with pytest.raises(HeadNotFound, match="ships for this model"):
         store.resolve("medusa", None, ToyLM(seed=1))
 
 

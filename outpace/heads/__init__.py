@@ -1,1 +1,1 @@
-"""Trained heads that draft for a model, and their files."""
+"""Trained heads that draft for a target model, and their file formats."""

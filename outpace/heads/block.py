@@ -1,7 +1,8 @@
-"""A block drafter's network (DFlash): the next tokens as one block of masks, filled in by a few layers at once.
+"""The network of a block drafter (DFlash): a few layers fill in the next tokens at once, as one block of masks.
 
-The layers see the target's states of all the text, fused into one per token: those become keys and values only, kept
-from pass to pass. Queries come from the block alone: the newest token, then masks, all of which see each other.
+The layers see the target's hidden states of the whole text, fused into one per token. These serve as keys and values
+only, and are kept from pass to pass. Queries come from the block alone: the newest token, then masks, which all see
+each other.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from outpace.heads.base import ChainStepOutput, HeadSpec, evenly
 from outpace.heads.parallel import Parallel, Text
 from outpace.heads.recursive import layer_config
 
-LAYERS, STEPS = 3, 7  # of a head, unless told otherwise
-ANCHORS = 128  # places of a training text at which a block starts
-# Ways to attend that plan nothing for a shape: a text is longer in every pass, and cuDNN would plan anew each time.
+LAYERS, STEPS = 3, 7  # defaults of a head
+ANCHORS = 128  # positions of a training text where blocks start
+# Attention backends that plan nothing per shape: the text grows with every pass, and cuDNN would plan again each time.
 UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-Attend = Callable[[Tensor, Tensor], Tensor]  # queries, the block's own sides -> [..., heads, tokens, dim]
+Attend = Callable[[Tensor, Tensor], Tensor]  # queries, the block's own keys and values -> [..., heads, tokens, dim]
 
 
 class Rotations(NamedTuple):
-    """Rotations of some positions."""
+    """The rotary embeddings of some positions."""
 
     cos: Tensor  # [..., tokens, dim]
     sin: Tensor
@@ -38,7 +39,7 @@ class Rotations(NamedTuple):
 
 
 class BlockLayer(nn.Module):
-    """A Llama layer that is told how to attend: its block sees a context, too."""
+    """A Llama layer that gets its attention as an argument, because its block also sees a context."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -49,22 +50,22 @@ class BlockLayer(nn.Module):
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = (LlamaRMSNorm(hidden, eps) for _ in range(2))
 
-    def sides(self, states: Tensor, turns: Rotations) -> Tensor:
-        """Keys and values."""  # [..., tokens, hidden] -> [2, ..., kv heads, tokens, dim]
-        return torch.stack([turns.rotate(self._heads(self.k_proj(states))), self._heads(self.v_proj(states))])
+    def sides(self, states: Tensor, rotations: Rotations) -> Tensor:
+        """Return keys and values."""  # [..., tokens, hidden] -> [2, ..., kv heads, tokens, dim]
+        return torch.stack([rotations.rotate(self._heads(self.k_proj(states))), self._heads(self.v_proj(states))])
 
     def _heads(self, x: Tensor) -> Tensor:  # [..., tokens, heads * dim] -> [..., heads, tokens, dim]
         return x.unflatten(-1, (-1, self.dim)).transpose(-2, -3)
 
-    def forward(self, states: Tensor, turns: Rotations, attend: Attend) -> Tensor:  # [..., tokens, hidden]
+    def forward(self, states: Tensor, rotations: Rotations, attend: Attend) -> Tensor:  # [..., tokens, hidden]
         normed = self.input_layernorm(states)
-        attended = attend(turns.rotate(self._heads(self.q_proj(normed))), self.sides(normed, turns))
+        attended = attend(rotations.rotate(self._heads(self.q_proj(normed))), self.sides(normed, rotations))
         states = states + self.o_proj(attended.transpose(-2, -3).flatten(-2))
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Context:
-    """Keys and values of a text for all layers, and behind them room for a block, which the next one overwrites."""
+    """Keys and values of a text in all layers, followed by room for a block, which the next block overwrites."""
 
     def __init__(self) -> None:
         self.sides: Tensor | None = None  # [layers, 2, kv heads, room, dim]
@@ -106,23 +107,23 @@ class BlockHead(Parallel):
 
     @classmethod
     def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
-        """As many states as layers, evenly from the first layer's to those before the last three."""
+        """Tap as many states as layers, evenly from the first layer's output to the input of the last three layers."""
         layers = given.get("layers", LAYERS)
         return {"layers": layers, "steps": STEPS, "taps": evenly(min(1, layer_count), layer_count - 3, layers)}
 
     @property
     def size(self) -> int:
-        """Tokens of a block."""
+        """The number of tokens of a block."""
         return self.spec.steps + 1
 
-    def _turns(self, positions: Tensor) -> Rotations:
+    def _rotations(self, positions: Tensor) -> Rotations:
         return Rotations(*self.rotary_emb(self.mask, positions))
 
     def _fused(self, hidden: Tensor) -> Tensor:  # [..., taps * hidden] -> [..., hidden]
         return self.fc_norm(self.fc(hidden.to(self.mask.dtype)))
 
     def _blocks(self, tokens: Tensor) -> Tensor:
-        """What enters for blocks that start with these tokens."""  # [...] -> [..., size, hidden]
+        """Return the input embeddings of blocks that start with these tokens."""  # [...] -> [..., size, hidden]
         masks = self.mask.expand(*tokens.shape, self.spec.steps, -1)
         return torch.cat([self.embed(tokens).unsqueeze(-2), masks], dim=-2)
 
@@ -133,15 +134,18 @@ class BlockHead(Parallel):
         return [*super().pieces(), *([self.link] if self.link is not None else [])]
 
     def slots(self, texts: Seq[Text], count: int) -> Tensor:
-        """Products are made for all texts together; each block attends by itself, to its own text where that lies: so
-        texts of different lengths are neither padded nor copied."""
+        """Return the states of the slots.
+
+        Matrix products run for all texts together. Each block attends alone, to the context of its own text in place,
+        so texts of different lengths are neither padded nor copied.
+        """
         contexts = self._read(texts)
         device, size = self.mask.device, self.size
         newest = torch.tensor([[context.length, text.token] for context, text in zip(contexts, texts, strict=True)])
         starts, tokens = newest.to(device).unbind(-1)
         states = self._blocks(tokens).flatten(0, 1)  # [texts * size, hidden]
-        turns = self._turns((starts[:, None] + torch.arange(size, device=device)).flatten()[None])
-        turns = Rotations(turns.cos[0], turns.sin[0])
+        rotations = self._rotations((starts[:, None] + torch.arange(size, device=device)).flatten()[None])
+        rotations = Rotations(rotations.cos[0], rotations.sin[0])
         for index, layer in enumerate(self.layers):
 
             def attend(queries: Tensor, sides: Tensor, index: int = index) -> Tensor:
@@ -152,11 +156,11 @@ class BlockHead(Parallel):
                 return torch.cat(out, dim=-2)
 
             with sdpa_kernel(UNPLANNED):
-                states = layer(states, turns, attend)
+                states = layer(states, rotations, attend)
         return states.unflatten(0, (-1, size))[:, 1 : 1 + count]
 
     def _read(self, texts: Seq[Text]) -> list[Context]:
-        """Add what is new of each text to its context."""
+        """Add the new tokens of each text to its context."""
         contexts = [text.kept.setdefault("context", Context()) for text in texts]
         new, places = [], []
         for text, context in zip(texts, contexts, strict=True):
@@ -164,21 +168,25 @@ class BlockHead(Parallel):
             new.append(text.hidden[context.length :])
             places.append(torch.arange(context.length, len(text.hidden)))
         fused = self._fused(torch.cat(new))
-        turns = self._turns(torch.cat(places).to(fused.device)[None])
-        turns = Rotations(turns.cos[0], turns.sin[0])
-        sides = torch.stack([layer.sides(fused, turns) for layer in self.layers])  # [layers, 2, kv heads, tokens, dim]
+        rotations = self._rotations(torch.cat(places).to(fused.device)[None])
+        rotations = Rotations(rotations.cos[0], rotations.sin[0])
+        # [layers, 2, kv heads, tokens, dim]
+        sides = torch.stack([layer.sides(fused, rotations) for layer in self.layers])
         for context, part in zip(contexts, sides.split([len(states) for states in new], dim=3), strict=True):
             context.extend(part, self.size)
         return contexts
 
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[ChainStepOutput]:
-        """Blocks at some columns, drawn anew every time; at all of them if they are few."""
+        """Draft blocks at some columns, drawn at random each time, or at all columns if there are few."""
         self.check(steps)
         columns = self._columns(tokens, asked)  # [batch, blocks]
         device, size = tokens.device, self.size
         fused, newest = self._fused(hidden), tokens.gather(1, columns + 1)
         places = (columns + 1)[..., None] + torch.arange(size, device=device)  # [batch, blocks, size]
-        far, near = self._turns(torch.arange(tokens.shape[1], device=device)[None]), self._turns(places.flatten(1))
+        far, near = (
+            self._rotations(torch.arange(tokens.shape[1], device=device)[None]),
+            self._rotations(places.flatten(1)),
+        )
         mask = _seen(columns, tokens.shape[1], size)
         states = self._blocks(newest).flatten(1, 2)  # [batch, blocks * size, hidden]
         for layer in self.layers:
@@ -193,17 +201,17 @@ class BlockHead(Parallel):
         return self.guessed(tokens, columns, slots)
 
     def _columns(self, tokens: Tensor, asked: Tensor | None) -> Tensor:  # [batch, tokens] -> [batch, blocks]
-        rows, count = tokens.shape[0], tokens.shape[1] - 1
+        batch, count = tokens.shape[0], tokens.shape[1] - 1
         if count <= self.anchors:
-            return torch.arange(count, device=tokens.device).expand(rows, -1)
-        drawn = torch.rand(rows, count, device=tokens.device)
+            return torch.arange(count, device=tokens.device).expand(batch, -1)
+        drawn = torch.rand(batch, count, device=tokens.device)
         if asked is not None:
             drawn = drawn + asked[:, 1:]
         return drawn.topk(self.anchors).indices.sort(-1).values
 
 
 def _seen(columns: Tensor, length: int, size: int) -> Tensor:
-    """A block sees the states up to its column, and itself."""  # [batch, blocks] -> [batch, 1, queries, keys]
+    """Mask: a block sees the states up to its column, and itself."""  # [batch, blocks] -> [batch, 1, queries, keys]
     before = torch.arange(length, device=columns.device) <= columns[..., None]  # [batch, blocks, length]
     count = columns.shape[1]
     own = torch.eye(count, dtype=torch.bool, device=columns.device).expand(len(columns), -1, -1)
@@ -212,6 +220,6 @@ def _seen(columns: Tensor, length: int, size: int) -> Tensor:
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Heads share keys in groups."""  # [batch, heads, queries, dim], [batch, kv heads, keys, dim]
+    """Attend, with groups of heads that share keys."""  # [batch, heads, queries, dim], [batch, kv heads, keys, dim]
     shared = queries.shape[1] != keys.shape[1]
     return nn.functional.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=shared)

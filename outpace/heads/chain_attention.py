@@ -1,7 +1,7 @@
-"""Attention over chains that start at every place of a text at once: the training-time test of EAGLE-3.
+"""Attention over chains that start at every position of a text at once: the training-time test of EAGLE-3.
 
-Column t of step 0 sees what lies before it in the text. In later steps it sees that, and what its own chain made in the
-steps before, which lies in its own column; so one pass per step trains the chains of all places.
+At step 0, column t sees the text up to it. At later steps it also sees what its own chain added in earlier steps, which
+is stored in its own column. So one pass per step trains the chains of all positions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from transformers import AttentionInterface
 from outpace.heads.torch_compile import compile_function
 
 NAME = "outpace_unrolled"
-_quick = cache(compile_function)
+_compiled = cache(compile_function)
 
 
 class ChainKeyValues(NamedTuple):
-    """Keys or values of a layer: those of the text, and those that chains have made, each in its own column."""
+    """Keys or values of a layer: those of the text, and those that the chains have added, each in its own column."""
 
     text: Tensor  # [batch, heads, columns, dim]
     own: Tensor | None  # [batch, heads, columns, steps, dim]
@@ -38,7 +38,7 @@ class ChainCache:
         self.values: dict[int, ChainKeyValues] = {}
 
     def add(self, layer: int, key: Tensor, value: Tensor) -> tuple[ChainKeyValues, ChainKeyValues]:
-        """What a step sees: all there was, and its own."""
+        """Add a step's keys and values, and return everything that the step sees."""
         for sides, new in ((self.keys, key), (self.values, value)):
             sides[layer] = sides[layer].then(new) if layer in sides else ChainKeyValues(new, None)
         return self.keys[layer], self.values[layer]
@@ -62,12 +62,12 @@ def attend(
     if keys.own is None or values.own is None:
         out = nn.functional.scaled_dot_product_attention(query, keys.text, values.text, is_causal=True, scale=1.0)
     else:
-        out = _quick(_mixed, query.device)(query, keys.text, values.text, keys.own, values.own)
+        out = _compiled(_mixed, query.device)(query, keys.text, values.text, keys.own, values.own)
     return out.transpose(1, 2), None
 
 
 def _mixed(query: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor) -> Tensor:
-    """Over the text up to a column, and over what the column's own chain has made."""  # [batch, heads, columns, dim]
+    """Attend over the text up to a column, and over the column's own chain."""  # [batch, heads, columns, dim]
     columns = query.shape[2]
     later = torch.ones(columns, columns, dtype=torch.bool, device=query.device).triu(1)
     before = (query @ keys.transpose(-1, -2)).masked_fill(later, -torch.inf)

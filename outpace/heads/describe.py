@@ -1,4 +1,4 @@
-"""What a head is, as far as its folder says, without the model it belongs to."""
+"""Describe a head by the files in its folder, without its target model, for `outpace head show`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAID = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm",
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Kind, layout, what it reads and guesses, its size, its target."""
+    """Return the head's kind and layout, what it reads and drafts, its size and its target."""
     if (folder / store.CONFIG).exists() or not published.published(folder):
         return _ours(folder)
     checkpoint = HeadFolder(folder)
@@ -30,12 +30,12 @@ def describe(folder: Path) -> dict[str, Any]:
     tensors = checkpoint.read(checkpoint.places)
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     nested = config.get("eagle_config") or {}
-    said = {name: config.get(name, nested.get(name)) for name in SAID}
+    settings = {name: config.get(name, nested.get(name)) for name in SAID}
     return {
         "kind": config.get("speculators_model_type", "eagle3"),
         "layout": layout,
         "parameters": sum(t.numel() for name, t in tensors.items() if t.is_floating_point() and "embed_" not in name),
-        **{name: value for name, value in said.items() if value is not None},
+        **{name: value for name, value in settings.items() if value is not None},
         **({"made_for": verifier["name_or_path"]} if "name_or_path" in verifier else {}),
     }
 

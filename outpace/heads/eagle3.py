@@ -1,4 +1,4 @@
-"""EAGLE-3's network: three of the target's states become one, and one layer reads it beside the next token."""
+"""EAGLE-3's network: three hidden states of the target, fused into one, enter a layer together with the next token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EagleLayer(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if parts.attention is None or parts.mlp is None:
-            raise UsageError(f"an eagle3 head cannot be made of the parts {spec.parts!r}; llama and qwen3 can")
+            raise UsageError(f"an eagle3 head cannot have parts={spec.parts!r}: use llama or qwen3")
         self.self_attn = parts.attention(config, index)
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(self.self_attn, name)
@@ -66,12 +66,12 @@ class EagleDecoder(RecursiveDecoder):
 
 
 class Eagle3Head(Recursive):
-    """The head of EAGLE-3, or of 3.1 with `normed`."""
+    """The head of EAGLE-3, or with `normed` that of EAGLE-3.1."""
 
     kind: ClassVar[str] = "eagle3"
     entrance = EagleDecoder
 
     @classmethod
     def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
-        """An early, a middle and a late state; fewer where there are too few layers."""
+        """Tap an early, a middle and a late state; fewer if there are too few layers."""
         return {"taps": tuple(sorted({min(2, layer_count - 1), layer_count // 2, max(layer_count - 3, 0)}))}

@@ -1,4 +1,4 @@
-"""Joins: layers that add to a state what else is known. Both add nothing at first, so a trained head can get one."""
+"""Layers that add further information to a hidden state. They start as zero, so a trained head can be given one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 class StateFusion(nn.Module):
-    """The last of several states of the target, and what a layer makes of the others."""
+    """Add to the last of several target states what a layer computes from the others."""
 
     def __init__(self, hidden: int, taps: int):
         super().__init__()
@@ -23,7 +23,7 @@ class StateFusion(nn.Module):
 
 
 class SlotLink(nn.Module):
-    """A slot's state once it is told which token comes before it, and what that token's own slot had become."""
+    """Update a slot's state with the embedding of the token before it and that token's own updated slot."""
 
     def __init__(self, hidden: int, inner: int):
         super().__init__()

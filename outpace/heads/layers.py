@@ -1,4 +1,4 @@
-"""Parts: what the layers of a recursive head are made of. Those of a Llama, or those of the target, whatever it is."""
+"""The layer classes of recursive heads: those of Llama or Qwen3, or those of the target, whatever it is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outpace.errors import UsageError
 from outpace.models.hf.module import decoder_layers
 
 FULL = "full_attention"
-# Of the layers of a target: a head has one, the kind that most of them are. Dense first layers are left out.
+# Settings for a head with one layer of the target: the kind that most of its layers are, so no dense first layers.
 ALONE: dict[str, Any] = {
     "num_hidden_layers": 1, "layer_types": [FULL], "first_k_dense_replace": 0, "mlp_only_layers": [],
     "decoder_sparse_step": 1, "mlp_layer_types": ["sparse"],
@@ -30,11 +30,11 @@ ALONE: dict[str, Any] = {
 
 
 class LayerClasses(NamedTuple):
-    """Classes, each with the signature that Transformers' models give theirs."""
+    """The classes of a layer and its parts, with the signatures that Transformers' models use."""
 
     config: type[PreTrainedConfig]
     layer: Callable[[Any, int], nn.Module]  # config, index
-    attention: Callable[[Any, int], nn.Module] | None  # config, index; None: not to be had by itself
+    attention: Callable[[Any, int], nn.Module] | None  # config, index; None: not available alone
     mlp: Callable[[Any], nn.Module] | None  # config
     norm: Callable[[int, float], nn.Module]  # width, epsilon
     rotary: Callable[[Any], nn.Module]  # config
@@ -48,29 +48,29 @@ TARGET = "target"  # the name of the target's own parts
 
 
 def classes_of(name: str, config: PreTrainedConfig) -> LayerClasses:
-    """Parts by name; `config` is that of the head's layers."""
+    """Return the layer classes by name; `config` is that of the head's layers."""
     if name != TARGET:
         return KNOWN[name]
     decoder, _ = _skeleton(config)
     if not hasattr(decoder, "rotary_emb") or not hasattr(decoder, "norm"):
-        raise UsageError(f"a head cannot be made of the layers of {type(decoder).__name__}: its parts have other names")
+        raise UsageError(f"a head cannot use the layers of {type(decoder).__name__}: it has no `norm` or `rotary_emb`")
     norm, rotary = type(decoder.norm), type(decoder.rotary_emb)
     return LayerClasses(type(config), _target_layer, None, None, norm, rotary)  # type: ignore[arg-type]
 
 
 def alone(target: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of one full-attention layer of this target."""
+    """Return the config of one full-attention layer of this target."""
     config = copy.deepcopy(target)
     for name, value in ALONE.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, copy.copy(value))
-    # Without a mask torch's attention is causal, and Transformers' own is not.
+    # Without a mask, torch's attention (sdpa) is causal, but Transformers' own is not.
     config._attn_implementation = "sdpa"
     return config
 
 
 def _skeleton(config: PreTrainedConfig) -> tuple[PreTrainedModel, nn.Module]:
-    """A decoder of this config without memory, and its only layer."""
+    """Build a decoder of this config without allocating memory; return it and its only layer."""
     with torch.device("meta"):
         model = AutoModel.from_config(config)
     decoder, name = decoder_layers(model)

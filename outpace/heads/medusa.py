@@ -1,4 +1,4 @@
-"""Medusa's network: for each token ahead, one small layer on the target's last state, or on that and others."""
+"""Medusa's network: one small layer per token ahead, on the target's last hidden state, optionally with others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outpace.heads.parallel import Parallel, Text
 
 
 class StateShift(nn.Module):
-    """A state as it will be some tokens later: it plus what one layer makes of it, which at first is nothing."""
+    """Predict a hidden state some tokens later: the state plus the output of one layer, which starts as zero."""
 
     def __init__(self, hidden: int, rank: int):
         super().__init__()
@@ -29,7 +29,7 @@ class StateShift(nn.Module):
 
 
 class MedusaHead(Parallel):
-    """Slot i is the state, shifted by a layer of its own, before the target's output matrix or a common one."""
+    """Slot i is the state shifted by its own layer, before the target's output matrix or one shared by all slots."""
 
     kind: ClassVar[str] = "medusa"
 

@@ -1,7 +1,7 @@
-"""MTP's network: one layer on the target's last state and the next token, asked again and again.
+"""MTP's network: one layer on the target's last hidden state and the next token, run once per draft token.
 
-The layer is a Llama's, or, for models that came with such a head, one like the target's own. A head may read further
-states of the target beside the last.
+The layer is a Llama layer, or one like the target's own for models that ship with such a head. A head may read further
+states of the target besides the last.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MtpDecoder(RecursiveDecoder):
 
 
 class MtpHead(Recursive):
-    """One head for all steps of multi-token prediction."""
+    """A single head for all steps of multi-token prediction."""
 
     kind: ClassVar[str] = "mtp"
     like_target: ClassVar[bool] = True

@@ -1,8 +1,8 @@
-"""Parallel: heads that guess several tokens in one go, a slot each.
+"""Parallel: heads that draft several tokens in one pass, one per slot (a position of the draft).
 
-Drafting hands them texts that go on between two passes; what a head keeps of a text lies with the text. By itself a
-slot does not know what the slots before it hold. A head that is `linked` has one small layer that tells it, asked once
-per guess (Hydra and Domino do so): all else is still done for all slots at once.
+The drafter gives them texts that grow between two passes; what a head caches of a text is stored with the text. A slot
+alone does not know which tokens the slots before it hold. A `linked` head has one small layer that adds this, run once
+per draft token, as in Hydra and Domino. Everything else still runs for all slots at once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from outpace.heads.joins import SlotLink
 
 @dataclass
 class Text:
-    """A text that is drafted for, as it is now."""
+    """The current state of a text that is drafted for."""
 
-    token: int = 0  # the newest one, of which the target has left no state yet
+    token: int = 0  # the newest one, which has no state of the target yet
     hidden: Tensor | None = None  # [tokens before it, taps * hidden]
-    kept: dict[str, Any] = field(default_factory=dict)  # by the head, from what came before
+    kept: dict[str, Any] = field(default_factory=dict)  # what the head caches between passes
 
 
 class Parallel(Head):
-    """Base of such heads: outputs, links, and the slots' number."""
+    """Base class of parallel heads: output, link, and the check of the number of slots."""
 
     def __init__(self, embeddings: Embeddings, spec: HeadSpec, ids: Tensor | None = None):
         super().__init__()
@@ -45,22 +45,22 @@ class Parallel(Head):
 
     @abstractmethod
     def slots(self, texts: Seq[Text], count: int) -> Tensor:
-        """The states of so many slots behind each text, if the head has so many."""  # [texts, slots, hidden]
+        """Return the states of `count` slots after each text, or of all if it has fewer."""  # [texts, slots, hidden]
 
     def guessed(self, tokens: Tensor, columns: Tensor, slots: Seq[Tensor]) -> list[ChainStepOutput]:
-        """Of slots that were made at some columns of a training text, which knows what came before each of them.
+        """Return the output of slots at some columns of a training text, which provides the token before each slot.
 
-        [batch, tokens], [batch, columns], of each step [batch, columns, hidden].
+        [batch, tokens], [batch, columns], for each step [batch, columns, hidden].
         """
-        found, before = [], torch.zeros_like(slots[0])
+        outputs, before = [], torch.zeros_like(slots[0])
         for step, slot in enumerate(slots):
             at = columns + 1 + step
             if self.link is not None:
-                told = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
-                slot = before = self.link(slot, before, self.embed(told))
-            found.append(ChainStepOutput(slot, at, self.logits))
-        return found
+                previous = tokens.gather(1, at.clamp(max=tokens.shape[1] - 1))
+                slot = before = self.link(slot, before, self.embed(previous))
+            outputs.append(ChainStepOutput(slot, at, self.logits))
+        return outputs
 
     def check(self, steps: int) -> None:
         if steps > self.spec.steps:
-            raise UsageError(f"this {self.kind} head guesses {self.spec.steps} tokens, not {steps}")
+            raise UsageError(f"this {self.kind} head drafts {self.spec.steps} tokens, not {steps}")

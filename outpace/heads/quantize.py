@@ -1,15 +1,15 @@
-"""Compress: matrices of a head as int8 with a scale for each row: half of the bytes, and nearly the same guesses."""
+"""int8 compression of a head's matrices, with a scale per row: half the bytes, and nearly the same draft tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-SCALE = ".scale"  # behind the name of a matrix: what its rows are multiplied by
+SCALE = ".scale"  # suffix of a matrix's name, for the factors of its rows
 
 
 def compressed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Norms and ids stay as they are: they are small."""
+    """Compress all matrices; norms and ids stay as they are, since they are small."""
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or not tensor.is_floating_point():
@@ -22,7 +22,7 @@ def compressed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def expanded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What was compressed, in float32; everything else as it is."""
+    """Restore compressed matrices in float32; everything else stays as it is."""
     return {
         name: tensor.float() * tensors[name + SCALE][:, None] if name + SCALE in tensors else tensor
         for name, tensor in tensors.items()

@@ -1,7 +1,8 @@
-"""Recursive: heads that are asked once per token of a chain, and feed their own state to the next step.
+"""Recursive: heads that draft one token per step and feed their own hidden state to the next step.
 
-Such a head is a small Transformers model with a second input, the states: so it runs as any draft model does, in packed
-passes over trees and ragged batches, compiled or as graphs. `eagle3` and `mtp` say how tokens and states enter it.
+Such a head is a small Transformers model with hidden states as a second input. So it runs like any draft model, in
+packed passes over trees and ragged batches, compiled or as CUDA graphs. `eagle3` and `mtp` define how tokens and states
+enter it.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ COPIED = ("rope_parameters", "rms_norm_eps", "hidden_act", "head_dim", "num_atte
 
 
 def layer_config(embeddings: Embeddings, spec: HeadSpec) -> PreTrainedConfig:
-    """A Llama layer as wide as the target; what the target does not say is small. Or a layer of the target."""
+    """Return the config of a head's layers: layers of the target, or others of its width.
+
+    Sizes of the latter that the target's config does not name are small.
+    """
     target, hidden = embeddings.config, embeddings.hidden
     if spec.parts == parts.TARGET:
         if target is None:
-            raise UsageError("a head of the target's own layers needs a Transformers model")
+            raise UsageError("a head with the target's own layers needs a Transformers model as target")
         return parts.alone(target)
     given: dict[str, Any] = {"num_attention_heads": max(1, hidden // 64), "num_key_value_heads": max(1, hidden // 64)}
     given |= {n: getattr(target, n) for n in COPIED if getattr(target, n, None) is not None} if target else {}
     rope = given.pop("rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # where kinds of layers turn differently
+    rope = rope.get("full_attention", rope)  # if kinds of layers have different rotations
     if rope and rope.get("rope_type", "default") in ("default", "llama3", "linear"):
-        given["rope_parameters"] = rope  # else a head is short-sighted enough for plain rotations
+        given["rope_parameters"] = rope  # else plain rotations suffice: a head looks back only a short way
     wide = getattr(target, "intermediate_size", None) or 4 * hidden
     return parts.KNOWN[spec.parts].config(
         vocab_size=embeddings.vocab, hidden_size=hidden, intermediate_size=spec.feedforward or wide,
@@ -45,7 +49,7 @@ def layer_config(embeddings: Embeddings, spec: HeadSpec) -> PreTrainedConfig:
 
 
 class RecursiveDecoder(nn.Module):
-    """The decoder of a recursive head: how a token and a state enter, and the layers after that."""
+    """The decoder of a recursive head: the entry for a token and a state, and the layers after it."""
 
     layers: nn.ModuleList
 
@@ -58,35 +62,35 @@ class RecursiveDecoder(nn.Module):
         self.rotary_emb = self.parts.rotary(config)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """To another device or precision; but positions are large numbers, and turns need all their digits."""
-        turns = dict(self.rotary_emb.named_buffers())
+        """Change device or precision, but keep rotations in full precision, since positions are large numbers."""
+        buffers = dict(self.rotary_emb.named_buffers())
         super()._apply(fn, recurse)
-        for name, old in turns.items():
+        for name, old in buffers.items():
             self.rotary_emb._buffers[name] = old.to(self.norm.weight.device)  # type: ignore[arg-type]
         return self
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """The states of the target as they enter."""  # [..., taps * hidden] -> [..., hidden]
+        """Fuse the target's states into the one that enters."""  # [..., taps * hidden] -> [..., hidden]
         return hidden
 
     def enter(self, embeds: Tensor, states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """What the first layer is given: its input, and further arguments of every layer."""
+        """Return the input of the first layer, and further arguments of every layer."""
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, features: Tensor | None, position_ids: Tensor, **given: Any) -> Any:
         embeds = self.embed(input_ids)
         states = torch.zeros_like(embeds) if features is None else features
         states, beside = self.enter(embeds, states)
-        turns = self.rotary_emb(states, position_ids)
+        rotations = self.rotary_emb(states, position_ids)
         for layer in self.layers:
-            states = layer(states, position_embeddings=turns, position_ids=position_ids, **beside, **given)
+            states = layer(states, position_embeddings=rotations, position_ids=position_ids, **beside, **given)
         normed = self.norm(states)
-        # What is fed back comes first: it is what a tap of the last state records.
+        # The state that is fed back comes first, because a tap of the last state records the first one.
         return BaseModelOutput(last_hidden_state=normed if self.spec.normed else states, hidden_states=(normed,))
 
 
 class Recursive(Head, PreTrainedModel):
-    """A head of one or more layers that sees what it has guessed."""
+    """A head of one or more layers that sees its own draft tokens."""
 
     config_class = PreTrainedConfig
     base_model_prefix = "model"
@@ -122,7 +126,7 @@ class Recursive(Head, PreTrainedModel):
         self, input_ids: Tensor, features: Tensor | None = None, position_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0, narrow: bool = False, **given: Any,
     ) -> CausalLMOutput:  # fmt: skip
-        """`narrow`: logits of the tokens that it knows, not of all."""
+        """Run the head; `narrow`: return logits of the draft vocabulary, not of the target's."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         out = self.model(input_ids, features, position_ids, **given)
@@ -131,7 +135,7 @@ class Recursive(Head, PreTrainedModel):
         return CausalLMOutput(logits=logits if narrow else self.spread(logits, self.config.vocab_size))
 
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[ChainStepOutput]:
-        guessed: list[ChainStepOutput] = []
+        outputs: list[ChainStepOutput] = []
         states, chained = self.model.fuse(hidden), chain_attention.ChainCache()
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
         before, self.config._attn_implementation = self.config._attn_implementation, chain_attention.NAME
@@ -141,7 +145,7 @@ class Recursive(Head, PreTrainedModel):
                 out = self.model(ahead, states, columns + step, chained=chained)
                 states = out.last_hidden_state
                 at = (columns + step + 1).expand_as(tokens)
-                guessed.append(ChainStepOutput(out.hidden_states[0], at, self.get_output_embeddings()))
+                outputs.append(ChainStepOutput(out.hidden_states[0], at, self.get_output_embeddings()))
         finally:
-            self.config._attn_implementation = before  # a head drafts with another attention
-        return guessed
+            self.config._attn_implementation = before  # drafting uses another attention
+        return outputs

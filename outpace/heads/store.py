@@ -1,4 +1,4 @@
-"""Heads by kind: made for a target, written to a folder, read from one, or found among those trained for it."""
+"""Heads by kind: create one for a target, save and load it, or find one that was trained for the target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS: dict[str, str] = {
     "medusa": "outpace.heads.medusa:MedusaHead",
     "block": "outpace.heads.block:BlockHead",
 }
-RANDOM = "random"  # a head with untrained weights: it guesses badly, and everything runs
+RANDOM = "random"  # a head with untrained weights: it drafts badly, but everything runs
 CONFIG, WEIGHTS = "head.json", "head.safetensors"
 
 
@@ -43,13 +43,13 @@ def find_class(kind: str) -> Any:
 def embeddings_or_error(lm: LM) -> Embeddings:
     if lm.embeddings is None or lm.layers is None:
         raise HeadNotFound(
-            "heads read hidden states, and need plain matrices of embeddings and output: this model has none"
+            "this model cannot have heads: they need its hidden states and plain embedding and output matrices"
         )
     return lm.embeddings
 
 
 def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
-    """A head for this target with random weights."""
+    """Create a head for this target with random weights."""
     cls, embeddings = find_class(kind), embeddings_or_error(lm)
     known = {field.name for field in dataclasses.fields(HeadSpec)} - {"kind"}
     for name in given:
@@ -59,7 +59,7 @@ def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
     spec = HeadSpec(kind, **{**usual, **given})
     listed = isinstance(spec.taps, list | tuple) and len(spec.taps) > 0
     if not listed or not all(type(tap) is int and 0 <= tap <= layers_of(lm).count for tap in spec.taps):
-        raise UsageError(f"taps are a list of hidden states, from 0 to {layers_of(lm).count}, got {spec.taps}")
+        raise UsageError(f"taps must be a list of hidden states from 0 to {layers_of(lm).count}, got {spec.taps}")
     spec = dataclasses.replace(spec, taps=tuple(spec.taps))
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
@@ -68,32 +68,34 @@ def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
 
 
 def grown(head: Head, lm: LM, ids: Tensor | None, **given: Any) -> Head:
-    """The same head for these tokens, with other settings. What it gets is new, and at first changes nothing; of layers
-    that are too many the first ones stay."""
+    """Return the same head for the tokens `ids`, with other settings.
+
+    New parts change nothing at first. If it gets fewer layers, the first ones are kept.
+    """
     same = ids is head.ids or (ids is not None and head.ids is not None and torch.equal(ids, head.ids))
     if head.spec.own_output and not same:
-        raise UsageError("the head has an output matrix of its own, for the tokens that it guesses now")
+        raise UsageError("the draft vocabulary cannot change: the head has an output matrix of its own for it")
     settings = dataclasses.asdict(head.spec) | given | {"draft_vocab": 0 if ids is None else len(ids)}
     larger = fresh(settings.pop("kind"), lm, ids, **settings)
-    due, old = larger.own(), {name: tensor for name, tensor in head.own().items() if name != "ids"}
-    if given.get("layers", head.spec.layers) != head.spec.layers and set(due) - {"ids"} == set(old):
+    new, old = larger.own(), {name: tensor for name, tensor in head.own().items() if name != "ids"}
+    if given.get("layers", head.spec.layers) != head.spec.layers and set(new) - {"ids"} == set(old):
         raise UsageError(f"a {head.kind} head has no layers to add to")
     for name, tensor in old.items():
-        if name in due and due[name].shape != tensor.shape:
+        if name in new and new[name].shape != tensor.shape:
             changed = ", ".join(f"{name}={value}" for name, value in given.items())
             raise UsageError(
-                f"the head was trained without {changed}, and cannot go on with it: {name} has another size"
+                f"the head was trained without {changed} and cannot continue with it: {name} has another size"
             )
     with torch.no_grad():
         for name, parameter in larger.named_parameters():
             if name not in old and name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
-    larger.load_state_dict({name: tensor for name, tensor in old.items() if name in due}, strict=False)
+    larger.load_state_dict({name: tensor for name, tensor in old.items() if name in new}, strict=False)
     return larger
 
 
 def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) -> None:
-    """Both files appear whole or not at all; weights in float16."""
+    """Write a head, with weights in float16; each file appears complete or not at all."""
     embeddings = embeddings_or_error(lm)
     target = {
         "vocab": embeddings.vocab,
@@ -107,9 +109,9 @@ def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) 
 
 
 def compress(folder: Path, output: Path) -> None:
-    """A head of ours, written once more with matrices in int8."""
+    """Write a copy of a head of ours with matrices in int8."""
     if (output / CONFIG).exists():
-        raise UsageError(f"{output} holds a head already: name another folder")
+        raise UsageError(f"{output} already holds a head: name another folder")
     _write(output, about(folder), compressed(load_file(folder / WEIGHTS)))
 
 
@@ -123,7 +125,7 @@ def _write(folder: Path, made: dict[str, Any], tensors: dict[str, Tensor]) -> No
 
 
 def load(folder: Path, lm: LM) -> Head:
-    """The head in a folder: one of ours, or one that others published (docs/training/head-formats.md)."""
+    """Load the head in a folder: one of ours, or one in a published format (docs/training/head-formats.md)."""
     found = (
         _ours(folder, lm)
         if (folder / CONFIG).exists()
@@ -132,11 +134,11 @@ def load(folder: Path, lm: LM) -> Head:
     try:
         return made(found.spec, found.tensors, lm)
     except OutpaceError as error:
-        raise OutpaceError(f"the head in {folder} {error}") from error
+        raise OutpaceError(f"cannot load the head in {folder}: {error}") from error
 
 
 def made(spec: HeadSpec, tensors: dict[str, Tensor], lm: LM) -> Head:
-    """A head for this target with these weights, which are copied."""
+    """Build a head for this target with these weights, which are copied."""
     embeddings, ids = embeddings_or_error(lm), tensors.get("ids")
     head: Head = find_class(spec.kind)(embeddings, spec, ids if ids is None else ids.to(embeddings.embed.device))
     _check(head, tensors)
@@ -145,7 +147,7 @@ def made(spec: HeadSpec, tensors: dict[str, Tensor], lm: LM) -> Head:
 
 
 def _placed(head: Head, embeddings: Embeddings) -> Head:
-    """Where the target is and in its precision, but for buffers: rotations by many tokens need exact angles."""
+    """Move a head to the target's device and precision, except buffers: rotations of far tokens need exact angles."""
     for parameter in head.to(embeddings.embed.device).parameters():
         parameter.data = parameter.data.to(embeddings.embed.dtype)
     return head.eval()
@@ -161,18 +163,20 @@ def _ours(folder: Path, lm: LM) -> HeadWeights:
 
 def _check(head: Head, tensors: dict[str, Tensor]) -> None:
     own = head.own()
-    said = {"lacks": set(own) - set(tensors), "has, and its kind does not,": set(tensors) - set(own)}
-    for what, names in said.items():
+    problems = {"missing tensors:": set(own) - set(tensors), "unexpected tensors:": set(tensors) - set(own)}
+    for problem, names in problems.items():
         if names:
-            raise OutpaceError(f"{what} {', '.join(sorted(names))}")
+            raise OutpaceError(f"{problem} {', '.join(sorted(names))}")
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
-            due = list(own[name].shape)
-            raise OutpaceError(f"has {name} of {list(tensor.shape)}, and would be {due} by its config and this model")
+            expected = list(own[name].shape)
+            raise OutpaceError(
+                f"{name} has shape {list(tensor.shape)}, but {expected} is expected from its config and this model"
+            )
 
 
 def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
-    """The head that an option names: itself, a folder, "random", or None for one that is here or can be fetched."""
+    """Return the head that an option names: a head, a folder, "random", or None for a local or downloadable one."""
     if given == RANDOM:
         return fresh(kind, lm)
     if given is not None:
@@ -187,14 +191,14 @@ def resolve(kind: str, given: str | Head | None, lm: LM) -> Head:
     if folder is not None:
         return load(folder, lm)
     raise HeadNotFound(
-        f"no {kind} head for this model came with us; pass head=FOLDER, train one with `outpace train {kind} MODEL`, "
-        f"or try head={RANDOM}, which guesses badly"
+        f"No {kind} head ships for this model. Pass head=FOLDER, train one with `outpace train {kind} MODEL`, "
+        f"or use head={RANDOM} (untrained) to exercise the code."
     )
 
 
 def local(kind: str, lm: LM) -> Path | None:
-    """The folder of a head for this model that is on this machine already: ours, one in the cache, or the model's."""
-    embeddings = embeddings_or_error(lm)  # else there is no head for it anywhere
+    """Return the folder of a local head for this model: a shipped one, one in the cache folder, or the model's own."""
+    embeddings = embeddings_or_error(lm)  # without them no head fits
     for name in _trained(kind, lm):
         if (folder := weights.local(name)) is not None:
             return folder
@@ -206,17 +210,17 @@ def local(kind: str, lm: LM) -> Path | None:
 
 
 def _trained(kind: str, lm: LM) -> list[str]:
-    """Names of the heads of this kind that were trained for this model, wherever their files are."""
+    """Name the shipped heads of this kind that were trained for this model, wherever their files are."""
     return [name for name, entry in weights.manifest().items() if entry.kind == kind and _fits(entry.target, lm)]
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """What is written beside the weights of a head of ours."""
+    """Read the metadata beside the weights of a head of ours."""
     try:
         found = json.loads((folder / CONFIG).read_text())
         assert {"spec", "target"} <= set(found)
     except (OSError, ValueError, AssertionError) as error:
-        raise UsageError(f"{folder} holds no head: {error or 'head.json lacks its parts'}") from error
+        raise UsageError(f"{folder} holds no head: {error or 'head.json is incomplete'}") from error
     return found
 
 
@@ -228,6 +232,6 @@ def _fits(made: dict[str, Any], lm: LM) -> bool:
     return bool(torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3))
 
 
-def _named(said: dict[str, Any]) -> str:
-    made = said["target"]
-    return f"one of {made['layers']} layers, width {made['hidden']} and {made['vocab']} tokens, or with other weights"
+def _named(config: dict[str, Any]) -> str:
+    made = config["target"]
+    return f"one with {made['layers']} layers, width {made['hidden']} and {made['vocab']} tokens, or with other weights"

@@ -1,6 +1,6 @@
-"""Quick: arithmetic of training as few kernels instead of many, each of which would read and write all of it again.
+"""torch.compile for training: a few fused kernels instead of many, each of which would read and write all data again.
 
-Pieces of one layer or less are compiled, for all shapes: a whole step as one piece would take minutes to compile.
+Pieces of at most one layer are compiled, for all shapes: a whole training step would take minutes to compile.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Made = TypeVar("Made")
 
 
 def compile_function(function: Callable[Given, Made], device: torch.device) -> Callable[Given, Made]:
-    """This function, compiled where there is a GPU."""
+    """Compile this function if the device is a GPU and Triton is available."""
     return torch.compile(function, dynamic=True) if _worth(device) else function
 
 
 def compile_modules(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Modules that are alike become one piece of code; what listens to them is called as before."""
+    """Compile each module's forward on a GPU. Modules that are alike share one piece of code, and hooks still run."""
     for module in modules if _worth(device) else ():
         module.forward = compile_function(module.forward, device)  # type: ignore[method-assign]
 

@@ -1,1 +1,1 @@
-"""Files of heads, ours and those that others published."""
+"""File formats of heads: import from and export to those of other projects."""

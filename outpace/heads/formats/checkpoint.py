@@ -1,4 +1,4 @@
-"""Checkpoint: the config and the tensors of a folder as Transformers writes them, read as far as they are asked for."""
+"""HeadFolder: the config and the tensors of a checkpoint as Transformers writes it, read on demand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
 class HeadFolder:
-    """A folder with a config.json, and weights as safetensors or, without any code being run, as torch's own files."""
+    """A folder with a config.json and weights: safetensors, or torch's own files, read without running any code."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -34,7 +34,7 @@ class HeadFolder:
 
     @cached_property
     def places(self) -> dict[str, Path]:
-        """The file of each tensor."""
+        """The file that holds each tensor."""
         for name in (SAFE, PICKLED):
             index, single = self.folder / f"{name}.index.json", self.folder / name
             if index.exists():
@@ -45,7 +45,7 @@ class HeadFolder:
         raise UsageError(f"{self.folder} has no weights: neither {SAFE} nor {PICKLED}, whole or in parts")
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """These tensors; only the files that hold them are opened."""
+        """Read these tensors; only the files that hold them are opened."""
         wanted, found = set(names), dict[str, Tensor]()
         for file in sorted({self.places[name] for name in wanted}):
             found |= _tensors(file, {name for name in wanted if self.places[name] == file})

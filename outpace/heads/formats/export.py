@@ -1,4 +1,4 @@
-"""A head of ours in the layouts of others, so that vLLM and SGLang serve what was trained here."""
+"""Export a head of ours in the layouts of other projects, so that vLLM and SGLang can serve it."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from outpace.heads.formats.published import LAYER_IDS
 from outpace.heads.recursive import Recursive
 from outpace.version import __version__
 
-LAYOUTS = ("speculators", "eagle")  # vLLM reads both, SGLang and EAGLE's own code the second
+LAYOUTS = ("speculators", "eagle")  # vLLM reads both; SGLang and EAGLE's own code read the second
 
 
 def export(head: Head, folder: Path, lm: LM, model: str, layout: str = LAYOUTS[0]) -> None:
-    """Write the head for the target `lm`, which others know as `model`, into a new folder; weights as they are here."""
+    """Write the head into a new folder, in its own precision, for the target `lm`, which servers know as `model`."""
     if layout not in LAYOUTS:
         raise unknown("layout", layout, LAYOUTS)
     if not isinstance(head, Recursive) or head.kind != "eagle3":
         raise UsageError(
-            f"a head of the kind {head.kind!r} cannot be exported: others serve eagle3 heads for any model, and MTP "
-            "layers only of model families that were trained with them"
+            f"a head of the kind {head.kind!r} cannot be exported: other servers run eagle3 heads for any model, but "
+            "MTP layers only for model families that were trained with them"
         )
     if head.spec.layers != 1:
-        raise UsageError("a head of several layers cannot be exported: all of ours read the token, others' do not")
+        raise UsageError(
+            "a head of several layers cannot be exported: each of our layers reads the token, servers' do not"
+        )
     if layout == "eagle" and head.spec.taps[0] == 1:
-        raise UsageError("in this layout a first state of 1 is taken for the one after it; export to speculators")
+        raise UsageError("in this layout a first state of 1 would be read as 2; export to speculators instead")
     if folder.exists():
-        raise UsageError(f"{folder} is there already")
+        raise UsageError(f"{folder} already exists: name another folder")
     tensors, config = _tensors(head), _config(head, lm)
     if layout == "eagle":
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
@@ -47,7 +49,7 @@ def export(head: Head, folder: Path, lm: LM, model: str, layout: str = LAYOUTS[0
     else:
         config |= _speculators(head, lm, model)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as place:  # it appears whole or not at all
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:  # the folder appears complete or not at all
         made = Path(place) / folder.name
         made.mkdir()
         save_file(tensors, made / SAFE, metadata={"format": "pt"})
@@ -59,7 +61,7 @@ def _tensors(head: Recursive) -> dict[str, Tensor]:
     own = {name.removeprefix("model."): tensor for name, tensor in head.own().items()}
     own.pop("output.weight", None)
     output, ids = _output(head), own.pop("ids", None)
-    if ids is not None:  # others take the rows of the target's matrix by a mask, so in the order of its ids
+    if ids is not None:  # servers select the target's rows with a mask, so in the order of its ids
         order = ids.argsort()
         ids, output = ids[order], output[order]
         own["d2t"] = ids - torch.arange(len(ids), device=ids.device)
@@ -73,7 +75,7 @@ def _output(head: Recursive) -> Tensor:  # [draft vocab, hidden]
 
 
 def _config(head: Recursive, lm: LM) -> dict[str, Any]:
-    """What both layouts say."""
+    """Return the settings that both layouts share."""
     spec = head.spec
     return {
         "dtype": str(_output(head).dtype).removeprefix("torch."),
@@ -104,7 +106,7 @@ def _speculators(head: Recursive, lm: LM, model: str) -> dict[str, Any]:
 
 
 def _layer(config: PreTrainedConfig, context: int) -> dict[str, Any]:
-    """The config of the layer, with its rotation in the words of older readers too."""
+    """Return the config of the layer, with its rotation also under the names that older readers expect."""
     layer: dict[str, Any] = {**config.to_diff_dict(), "max_position_embeddings": context}
     rope = layer.get("rope_parameters") or {}
     layer["rope_theta"] = rope.get("rope_theta", 10000.0)

@@ -1,7 +1,7 @@
-"""MTP layers that some models bring along: Qwen3-Next and Qwen3.5 as `mtp.*`, DeepSeek-V3 and GLM as one layer more.
+"""MTP layers that some models ship with: Qwen3-Next and Qwen3.5 as `mtp.*`, DeepSeek-V3 and GLM as one extra layer.
 
-Transformers leaves them in the checkpoint. The first of them becomes an `mtp` head whose layer is one like the target's
-own. A further one, which a few models have for the second token ahead, is not used: the first is asked again.
+Transformers does not load them. The first one becomes an `mtp` head with a layer like the target's own. A further one,
+which a few models have for the second token ahead, is not used: the first one is run again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from outpace.heads.formats.checkpoint import CONFIG, HeadFolder
 from outpace.heads.layers import TARGET
 
 KIND = "mtp"
-# DeepSeek's names: ours.
+# DeepSeek's names -> ours.
 RENAMED = {
     "enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden.", "eh_proj.": "fc.",
     "shared_head.norm.": "norm.",
 }  # fmt: skip
 SHARED = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.head.weight": "output.weight"}
-OWN_PLACE = ("fc.", "norm.", "pre_fc_norm_")  # outside of the layer
+OWN_PLACE = ("fc.", "norm.", "pre_fc_norm_")  # outside the layer
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def prefix(checkpoint: HeadFolder) -> str | None:
-    """What the names of a checkpoint's first MTP layer begin with; None: it has none."""
+    """Return the prefix of the tensor names of a checkpoint's first MTP layer; None: it has none."""
     if any(name.startswith("mtp.") for name in checkpoint.places):
         return "mtp."
     found = sorted(
@@ -43,7 +43,7 @@ def prefix(checkpoint: HeadFolder) -> str | None:
 
 
 def read(checkpoint: HeadFolder, layer_count: int) -> tuple[HeadSpec, dict[str, Tensor]]:
-    """The head, with copies of the target's matrices under the names `embed_tokens.weight` and `output.weight`."""
+    """Read the head; copies of the target's matrices are named `embed_tokens.weight` and `output.weight`."""
     start = prefix(checkpoint)
     assert start is not None
     names = [name for name in checkpoint.places if name.startswith(start)]
@@ -55,7 +55,7 @@ def read(checkpoint: HeadFolder, layer_count: int) -> tuple[HeadSpec, dict[str, 
         raise UsageError(
             f"the MTP layer in {checkpoint.folder} is quantised ({scaled[0]}); only plain weights can be read"
         )
-    # Where the norm is a part of the layer's result it is fed back; DeepSeek's belongs to the output.
+    # In `mtp.*` the norm is part of the layer's result, so the normed state is fed back; DeepSeek's is for the output.
     spec = HeadSpec(KIND, (layer_count,), normed=start == "mtp.", parts=TARGET)
     return spec, tensors
 
@@ -72,7 +72,7 @@ def _ours(name: str) -> str:
 
 
 def _fused(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts as Transformers holds them: all in one tensor, with gate and up as one matrix."""
+    """Stack experts as Transformers stores them: all in one tensor, with gate and up as one matrix."""
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
     rest = {}
     for name, tensor in given.items():
@@ -89,7 +89,7 @@ def _fused(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def folder_of(embeddings: Embeddings) -> Path | None:
-    """Where the target itself was loaded from, if its checkpoint has MTP layers."""
+    """Return the folder that the target was loaded from, if its checkpoint has MTP layers."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -106,5 +106,5 @@ def folder_of(embeddings: Embeddings) -> Path | None:
         return None
     try:
         return folder if prefix(HeadFolder(folder)) is not None else None
-    except UsageError:  # weights of another kind
+    except UsageError:  # no weights in a format that we read
         return None

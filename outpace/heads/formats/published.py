@@ -1,8 +1,7 @@
-"""Heads that others published: EAGLE-3 as EAGLE, SpecForge and vLLM's speculators write it, and models' own MTP layers.
+"""Published heads: EAGLE-3 as EAGLE, SpecForge and vLLM's speculators write it, and models' own MTP layers.
 
-What they call a thing is told in our names, and what a head is, beside its weights, becomes a `HeadSpec`. Whatever
-cannot be held is refused by name: a head that runs although one of its parts is missing only guesses badly, and nobody
-knows.
+Tensors get our names, and the settings become a `HeadSpec`. Whatever our heads do not support is refused by name: a
+head that ran without one of its parts would only draft badly, and the cause would go unnoticed.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from outpace.heads.recursive import COPIED
 from outpace.models.hf.tolerance import apart
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-ROPES = ("default", "llama3", "linear", "yarn")  # turns that depend on nothing but the distance
-SAME = 0.01  # how far a copy of the target's matrix may be from it: rounding to 16 bits is far less
+ROPES = ("default", "llama3", "linear", "yarn")  # rotations that depend on nothing but the distance
+SAME = 0.01  # largest distance between the target's matrix and a copy of it: rounding to 16 bits is far less
 EMBED, OUTPUT = "embed_tokens.weight", "output.weight"
-ASIDE = re.compile(r"t2d|d2t|.*rotary_emb\..*|verifier_.*")  # looked at elsewhere, or not needed
+ASIDE = re.compile(r"t2d|d2t|.*rotary_emb\..*|verifier_.*")  # handled elsewhere, or not needed
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def published(folder: Path) -> bool:
 
 
 def layout(checkpoint: HeadFolder) -> str:
-    """Whose way of writing a head down this is."""
+    """Return the layout of a published head, by its config and the names of its tensors."""
     config, names = checkpoint.config, checkpoint.places
     if "speculators_config" in config or "speculators_model_type" in config:
         return "speculators"
@@ -55,13 +54,13 @@ def layout(checkpoint: HeadFolder) -> str:
     if "draft_vocab_size" in config and "fc.weight" in {name.removeprefix("model.") for name in names}:
         return "eagle"
     raise UsageError(
-        f"{checkpoint.folder} holds no head that we know: neither EAGLE-3 (midlayer.*, or layers.0.* with a "
-        "draft_vocab_size), nor speculators, nor MTP layers of a model (mtp.*, or *.eh_proj behind its last layer)"
+        f"{checkpoint.folder} has no known head format: neither EAGLE-3 (midlayer.*, or layers.0.* with a "
+        "draft_vocab_size), nor speculators, nor MTP layers of a model (mtp.*, or *.eh_proj after its last layer)"
     )
 
 
 def read(folder: Path, embeddings: Embeddings, layer_count: int) -> HeadWeights:
-    """The head in this folder, for a target of so many layers."""
+    """Read the head in this folder, for a target with `layer_count` layers."""
     checkpoint = HeadFolder(folder)
     kind = layout(checkpoint)
     if kind == "mtp":
@@ -70,7 +69,7 @@ def read(folder: Path, embeddings: Embeddings, layer_count: int) -> HeadWeights:
         return HeadWeights(replace(spec, own_output=OUTPUT in tensors), tensors)
     named = checkpoint.config.get("speculators_model_type", "eagle3")
     if named != "eagle3":
-        raise UsageError(f"{folder} is a speculators model of the type {named!r}; eagle3 can be read")
+        raise UsageError(f"{folder} is a speculators model of the type {named!r}; only eagle3 can be read")
     return _eagle3(checkpoint, kind == "speculators", embeddings, layer_count)
 
 
@@ -102,7 +101,7 @@ def _eagle3(checkpoint: HeadFolder, speculators: bool, embeddings: Embeddings, l
 
 
 def _renamed(name: str) -> str:
-    """A tensor as speculators calls it."""
+    """Return the name of a tensor in the layout of speculators."""
     return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 
 
@@ -111,48 +110,48 @@ def _ours(name: str) -> str:
 
 
 def _flag(config: dict[str, Any], name: str) -> bool:
-    """A setting of the head; some put these into a part of their own."""
+    """Return a setting of the head; some projects put it into `eagle_config`."""
     return bool(config.get(name) or (config.get("eagle_config") or {}).get(name))
 
 
 def _check(layer: dict[str, Any], config: dict[str, Any], embeddings: Embeddings, folder: Path) -> None:
-    """What a head can have that ours cannot."""
+    """Refuse what our heads do not support."""
     width = config.get("target_hidden_size") or layer.get("hidden_size", embeddings.hidden)
     if layer.get("hidden_size", embeddings.hidden) != embeddings.hidden or width != embeddings.hidden:
         raise UsageError(
-            f"the head in {folder} is {layer.get('hidden_size')} wide, for a target of {width}; "
-            f"this one has {embeddings.hidden}"
+            f"the head in {folder} is {layer.get('hidden_size')} wide, for a target of width {width}; "
+            f"this target has width {embeddings.hidden}"
         )
     if layer.get("num_hidden_layers", 1) != 1:
-        raise UsageError(f"the head in {folder} has {layer['num_hidden_layers']} layers; those of one can be read")
+        raise UsageError(f"the head in {folder} has {layer['num_hidden_layers']} layers; only one can be read")
     if set(layer.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise UsageError(f"the head in {folder} has a layer of {layer['layer_types']}; full attention can be read")
+        raise UsageError(f"the head in {folder} has layers of {layer['layer_types']}; only full attention can be read")
 
 
 def _ids(given: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:
-    """The target's id of each token that the head can guess; None: all of them, in order."""  # [draft vocab]
+    """Return the target's id of each token that the head can draft; None: all, in order."""  # [draft vocab]
     if "d2t" not in given:
         return None
     ids = torch.arange(len(given["d2t"])) + given["d2t"].long()  # offsets, not ids
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < len(ids):
         raise UsageError(
-            f"d2t of the head in {folder} leads to other tokens than the {vocab} of this target, or twice to one; "
+            f"d2t of the head in {folder} leads outside the {vocab} tokens of this target, or twice to the same one; "
             "its entries are offsets: target id = i + d2t[i]"
         )
     if "t2d" in given:
         mask = given["t2d"].bool()
         if len(mask) != vocab or int(mask.sum()) != len(ids) or not bool(mask[ids].all()):
-            raise UsageError(f"t2d of the head in {folder} is not the other side of its d2t, or not of {vocab} tokens")
+            raise UsageError(f"t2d of the head in {folder} does not match its d2t, or does not have {vocab} tokens")
     return None if len(ids) == vocab and bool((ids == torch.arange(vocab)).all()) else ids
 
 
 def _borrowing(given: dict[str, Tensor], embeddings: Embeddings, folder: Path) -> dict[str, Tensor]:
-    """Without copies of the target's matrices; embeddings of its own a head cannot have."""
+    """Drop copies of the target's matrices, and refuse embeddings of the head's own."""
     embed = given.pop(EMBED, None)
     if embed is not None and not _copy_of(embed, embeddings.embed):
         raise UsageError(
-            f"the head in {folder} has embeddings that are not those of this target: it is for another model, or they "
-            "were trained with it, which cannot be served"
+            f"the head in {folder} has embeddings that are not those of this target: it is for another model, or its "
+            "embeddings were trained with it, which is not supported"
         )
     if OUTPUT in given and _copy_of(given[OUTPUT], embeddings.unembed):
         given.pop(OUTPUT)
@@ -164,10 +163,10 @@ def _copy_of(theirs: Tensor, ours: Tensor) -> bool:
 
 
 def _taps(config: dict[str, Any], speculators: bool, layer_count: int, count: int, folder: Path) -> tuple[int, ...]:
-    """States of the target, as Transformers numbers them: i is what enters layer i.
+    """Return the states of the target that the head reads, numbered as in Transformers: i is the input of layer i.
 
-    vLLM and speculators number them so too. SpecForge and SGLang number layers by what leaves them, and are known by
-    their first id, 1: what leaves layer 1 enters layer 2, and no other head reads what enters layer 1.
+    vLLM and speculators use the same numbers. SpecForge and SGLang number layers by their output, and are recognised by
+    a first id of 1: the output of layer 1 is the input of layer 2, and no other head reads the input of layer 1.
     """
     named = config.get(LAYER_IDS) or (config.get("eagle_config") or {}).get(LAYER_IDS)
     taps = tuple(named or (2, layer_count // 2, layer_count - 3))
@@ -178,7 +177,7 @@ def _taps(config: dict[str, Any], speculators: bool, layer_count: int, count: in
     if len(taps) != count or any(not 0 <= tap < layer_count for tap in taps):
         raise UsageError(
             f"the head in {folder} reads {count} states of its target, {list(taps)}, "
-            f"and this one has {layer_count} layers"
+            f"but this target has {layer_count} layers"
         )
     return taps
 
@@ -189,13 +188,15 @@ def _steps(config: dict[str, Any]) -> int:
 
 
 def _shape(layer: dict[str, Any], tensors: dict[str, Tensor], embeddings: Embeddings, folder: Path) -> dict[str, Any]:
-    """Settings of the layer, after Transformers has put old names in order."""
+    """Return the settings of the layer, after Transformers has converted old names."""
     names = {*COPIED, "rope_theta", "rope_scaling", "max_position_embeddings"}
     read = LlamaConfig(**{n: layer[n] for n in names if layer.get(n) is not None}, hidden_size=embeddings.hidden)
     rope = read.rope_parameters
     if rope.get("rope_type", "default") not in ROPES:
-        raise UsageError(f"the head in {folder} turns its keys by {rope['rope_type']}; {', '.join(ROPES)} can be read")
-    if rope.get("rope_type") == "yarn":  # it stretches from what the head was made for, not from what ours could hold
+        raise UsageError(
+            f"the head in {folder} uses rotations of type {rope['rope_type']}; only {', '.join(ROPES)} can be read"
+        )
+    if rope.get("rope_type") == "yarn":  # it stretches from the length that the head was made for, not from ours
         rope.setdefault("original_max_position_embeddings", read.max_position_embeddings)
     biased = {"attention_bias": True} if any("q_proj.bias" in name for name in tensors) else {}
     return {name: getattr(read, name) for name in COPIED} | biased

@@ -1,1 +1,1 @@
-"""GGUF files through llama.cpp."""
+"""GGUF models, run by llama.cpp."""

@@ -1,8 +1,8 @@
-"""LlamaLM: a GGUF model behind the loop.
+"""LlamaLM: a GGUF model as the engine's target or draft, run by llama.cpp.
 
-A slot is a sequence of llama.cpp's, and so is every further branch of a tree: a node is part of the sequences of all
-branches below it. What a node says depends on the order in which what it sees lies in the cache, by its last bits; so
-cells are taken in the order of the text, and a cell that is given up before others stays taken until the cache is full.
+A slot is a llama.cpp sequence, and so is every further branch of a tree: a node belongs to the sequences of all
+branches below it. The last bits of a node's logits depend on the order in the cache of the tokens that it sees. So
+cells are taken in text order, and a cell that is discarded before later ones stays occupied until the cache is full.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import SlotLM
 
 SLOTS = 64  # the first sequences are slots
-UNREAD = COMPANY - 1  # holds what was given up; those between are for branches
+UNREAD = COMPANY - 1  # holds discarded cells; the sequences from SLOTS up to it are for branches
 CELLS = 4096  # of a new cache
 
 
 class FetchedLogits(Logits):
-    """Logits that llama.cpp holds, fetched node by node when they are read, which takes a while."""
+    """Logits in llama.cpp's memory, fetched node by node when they are read, because that is slow."""
 
     def __init__(self, runtime: Runtime, places: list[int]):
         self._runtime, self._places, self._pass = runtime, places, runtime.passes
@@ -49,11 +49,11 @@ class FetchedLogits(Logits):
         return torch.stack([self[node] for node in range(len(self))])
 
     def wait(self) -> None:
-        """llama.cpp returns when a pass is done."""
+        """Do nothing: llama.cpp returns when a pass is done."""
 
 
 class LazyPicks(Seq[int]):
-    """The likeliest token of each node, found when it is asked for: below a guess that was wrong nobody asks."""
+    """The likeliest token of each node, computed when it is read: nodes below a rejected draft token never are."""
 
     def __init__(self, runtime: Runtime, places: list[int]):
         self._runtime, self._places, self._pass = runtime, places, runtime.passes
@@ -62,25 +62,25 @@ class LazyPicks(Seq[int]):
         return len(self._places)
 
     def __getitem__(self, index: Any) -> Any:
-        assert self._pass == self._runtime.passes, "choices are looked at before the next pass"
+        assert self._pass == self._runtime.passes, "choices are read before the next pass"
         return self._runtime.greedy(self._places[index])
 
 
 @dataclass
 class CachedSlot:
-    """What a slot has in the cache."""
+    """The cells and sequences of a slot in the cache."""
 
     cells: list[int] = field(default_factory=list)  # of its tokens
-    nodes: list[int] = field(default_factory=list)  # of the nodes of its tree
-    sequences: list[int] = field(default_factory=list)  # of each node: one that it is part of
-    ends: dict[int, int] = field(default_factory=dict)  # the last node of each of them
+    nodes: list[int] = field(default_factory=list)  # cells of the nodes of its tree
+    sequences: list[int] = field(default_factory=list)  # one sequence of each node
+    ends: dict[int, int] = field(default_factory=dict)  # the last node of each of these sequences
 
     def forget_layout(self) -> None:
         self.nodes, self.sequences, self.ends = [], [], {}
 
 
 class LlamaLM(SlotLM):
-    """A model that llama.cpp runs."""
+    """A GGUF model that llama.cpp runs."""
 
     lazy_logits = True
 
@@ -92,12 +92,12 @@ class LlamaLM(SlotLM):
         self.most = room // file.token_bytes  # cells
         if self.most < LEAST:
             raise UsageError(
-                f"a cache of {room} bytes holds {self.most} tokens of this model, and {LEAST} are the least"
+                f"the KV cache is too small: {room} bytes hold {self.most} tokens of this model, the minimum is {LEAST}"
             )
         self.runtime = Runtime(file, min(CELLS, self.most))
         self.weights = LlamaWeights(self)
         self.held: list[CachedSlot] = []
-        self.end = 0  # cells that are taken
+        self.end = 0  # cells taken so far
         self._branches = list(range(SLOTS, UNREAD))
 
     @property
@@ -110,9 +110,9 @@ class LlamaLM(SlotLM):
 
     def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
         if taps:
-            raise UnsupportedModel("this method reads hidden states, and llama.cpp hands none out")
+            raise UnsupportedModel("this method needs hidden states, which GGUF models do not provide")
         if len([slot for slot in self.slots if slot.busy]) >= SLOTS:
-            raise UsageError(f"a GGUF model answers at most {SLOTS} requests at a time")
+            raise UsageError(f"a GGUF model runs at most {SLOTS} requests at a time")
         slot = super().acquire(tokens, context=context)
         self.held += [CachedSlot() for _ in range(slot + 1 - len(self.held))]
         return slot
@@ -124,11 +124,10 @@ class LlamaLM(SlotLM):
 
     def reserve(self, segments: Seq[Segment]) -> None:
         need = sum(len(segment.tokens) for segment in segments)
-        if need > self.file.largest_pass and any(
-            segment.layout is not None for segment in segments
-        ):  # a prompt goes in parts
-            raise CacheFull(f"{need} tokens are more than the {self.file.largest_pass} of a pass", segments[-1].slot)
-        need += self.file.paired  # company takes a cell as well
+        # Prompts are split into passes, so only layouts can be too large for one.
+        if need > self.file.largest_pass and any(segment.layout is not None for segment in segments):
+            raise CacheFull(f"{need} tokens exceed the limit of {self.file.largest_pass} per pass", segments[-1].slot)
+        need += self.file.paired  # the dummy token takes a cell as well
         if self.end + need <= self.runtime.cells:
             return
         busy = [i for i, slot in enumerate(self.slots) if slot.busy]
@@ -138,7 +137,7 @@ class LlamaLM(SlotLM):
         self._renew(busy, wanted)
 
     def _renew(self, busy: list[int], wanted: int) -> None:
-        """A cache without what was given up, larger if need be; what idle slots held goes."""
+        """Rebuild the cache without discarded cells, larger if needed; idle slots lose their contents."""
         size = self.runtime.cells
         while size < min(2 * wanted, self.most):
             size *= 2
@@ -161,7 +160,7 @@ class LlamaLM(SlotLM):
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         try:
             firsts = self._decode(segments)
-        except BaseException:  # some of it may have been written: no slot can be trusted
+        except BaseException:  # a part may have been written, so no slot can be trusted
             self._empty(self.runtime.cells)
             for index, slot in enumerate(self.slots):
                 slot.pending, slot.tokens, slot.length = slot.tokens + slot.pending, [], 0
@@ -178,12 +177,12 @@ class LlamaLM(SlotLM):
         logits, pick = FetchedLogits(self.runtime, places), segment.pick
         if pick is None or pick.temperature or pick.filters:
             return SegmentOutput(logits, {})
-        # The largest logit would have to be fetched, so one that is not finite goes unnoticed here.
+        # The largest logit is not fetched, so one that is not finite goes unnoticed here.
         picked = Picked(LazyPicks(self.runtime, places), [0.0] * len(places), [1.0] * len(places))
         return SegmentOutput(logits, {}, picked)
 
     def _decode(self, segments: Seq[Segment]) -> list[int]:
-        """Run a pass; returns where in it each segment begins."""
+        """Run a pass and return the index of each segment's first entry."""
         entries: list[BatchEntry] = []
         firsts = []
         for segment in segments:
@@ -208,7 +207,7 @@ class LlamaLM(SlotLM):
         for node in range(segment.since, len(tree)):
             parent = tree.parents[node]
             sequence = held.sequences[parent] if parent >= ROOT else segment.slot
-            if parent >= ROOT and held.ends[sequence] != parent:  # it has gone on to another child
+            if parent >= ROOT and held.ends[sequence] != parent:  # another child has continued that sequence
                 sequence = self._branch(segment, parent, entries)
             held.sequences.append(sequence)
             held.ends[sequence] = node
@@ -217,15 +216,13 @@ class LlamaLM(SlotLM):
         return entries
 
     def _branch(self, segment: Segment, parent: int, entries: list[BatchEntry]) -> int:
-        """A sequence that has been where this node is."""
+        """Start a new sequence that holds the text and the path to node `parent`."""
         tree = segment.tree
         if not self._branches:
-            raise CacheFull(f"a tree has at most {UNREAD - SLOTS} branches here", segment.slot)
+            raise CacheFull(f"the trees of a GGUF model have at most {UNREAD - SLOTS} branches", segment.slot)
         held, sequence, fed = self.held[segment.slot], self._branches.pop(), len(segment.pending)
         path = tree.path(parent)
-        before = [
-            node for node in path if node < segment.since
-        ]  # those are in the cache, with all that comes before them
+        before = [node for node in path if node < segment.since]  # already in the cache, with everything before them
         source = held.sequences[before[-1]] if before else segment.slot
         self.runtime.share(source, sequence, 0, segment.start + (fed + len(before) if before else 0))
         for place in [*range(fed), *(fed + node - segment.since for node in path if node >= segment.since)]:
@@ -240,7 +237,7 @@ class LlamaLM(SlotLM):
         held.forget_layout()
 
     def _drop(self, slot: int, path: list[int]) -> None:
-        """Give up the nodes that are not on this path; those on it become part of the slot's own sequence."""
+        """Discard the nodes that are not on this path; the nodes on it join the slot's own sequence."""
         held, first, kept = self.held[slot], len(self.slots[slot].tokens), set(path)
         depths = self._depths(slot)
         gone = {cell: node for node, cell in enumerate(held.nodes) if node not in kept}
@@ -264,7 +261,7 @@ class LlamaLM(SlotLM):
         return _tree(layout).depths
 
     def _tail(self, gone: dict[int, int]) -> int:
-        """Where the cells that are taken end without these."""
+        """Return where the taken cells end without these."""
         end = self.end
         while end - 1 in gone:
             end -= 1
@@ -297,12 +294,12 @@ class LlamaLM(SlotLM):
 
 def _tree(layout: Layout) -> Tree:
     if not isinstance(layout, Tree):
-        raise UnsupportedModel("llama.cpp scores trees: in no other layout can a token see what comes after it")
+        raise UnsupportedModel("llama.cpp scores trees only: it cannot run a layout in which tokens see later ones")
     return layout
 
 
 class LlamaWeights:
-    """The weights in a file, which do not change."""
+    """The weights of a GGUF file, which never change."""
 
     version = 0
 

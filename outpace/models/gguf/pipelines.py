@@ -1,12 +1,12 @@
-"""How the text of known models is split, where a GGUF file does not say it or Transformers does not read it."""
+"""Tokenizer pipelines of known models, for GGUF files that do not state theirs or where Transformers ignores it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-# SmolLM's tokenizer.json but for vocabulary, merges and special tokens. Transformers' GGUF reader ignores the file's
-# `tokenizer.ggml.pre`: digits are not split off first, and "\n\n1" gets other ids than the model was trained on.
+# SmolLM's tokenizer.json without vocabulary, merges and special tokens. Transformers' GGUF reader ignores the file's
+# `tokenizer.ggml.pre`, so it does not split off digits first, and "\n\n1" gets other ids than in the model's training.
 SMOLLM_PIPELINE: dict[str, Any] = {
     "normalizer": None,
     "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]},
@@ -15,4 +15,4 @@ SMOLLM_PIPELINE: dict[str, Any] = {
     "model": dict.fromkeys(["unk_token", "continuing_subword_prefix", "end_of_word_suffix"])
     | {"fuse_unk": False, "byte_fallback": False},
 }
-PIPELINES = {"smollm": SMOLLM_PIPELINE}  # by what the file calls it
+PIPELINES = {"smollm": SMOLLM_PIPELINE}  # by the file's `tokenizer.ggml.pre`

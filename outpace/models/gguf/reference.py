@@ -1,4 +1,4 @@
-"""A GGUF model by itself: what proofs compare the loop with."""
+"""LlamaReference: plain passes of a GGUF model, which `outpace verify` compares the engine with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outpace.models.gguf.runtime import BatchEntry, File, Runtime
 
 
 class LlamaReference:
-    """One pass over a whole text in a cache of its own. llama.cpp has one precision."""
+    """One pass over a whole text in a separate cache. llama.cpp has only one precision."""
 
     def __init__(self, file: File):
         self.file = file
@@ -21,7 +21,7 @@ class LlamaReference:
             wanted = [first + i >= len(tokens) - count for i in range(len(part))]
             entries = [BatchEntry(token, first + i, [0], wanted[i]) for i, token in enumerate(part)]
             runtime.decode(entries)
-            found += [runtime.logits(i) for i, asked in enumerate(wanted) if asked]
+            found += [runtime.logits(i) for i, needed in enumerate(wanted) if needed]
         return torch.stack(found)
 
     def precise(self, tokens: list[int], count: int) -> Tensor:

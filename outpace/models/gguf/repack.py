@@ -1,7 +1,8 @@
-"""Order: weights as they lie in a file, or in the order that llama.cpp likes on this processor, whichever is faster.
+"""Repacking: use a GGUF file's weights as stored, or reordered by llama.cpp for this processor, whichever is faster.
 
-Reordered weights are read faster by single tokens on some processors. Calls of more than three tokens on some of them
-round differently, so there passes come in calls of three (`runtime`). Both are tried when a file is first loaded.
+On some processors reordered weights are faster for single tokens. With some weight types, calls of more than three
+tokens then round differently, so passes are split into calls of three (`runtime`). Both orders are tried when a file is
+first loaded.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from outpace.models.memory import free
 from outpace.storage.files import cache_dir, write_whole
 
 logger = logging.getLogger(__name__)
-GAIN = 0.05  # of a single token, that is worth it
+GAIN = 0.05  # least saving, as a share of a single token's time, for which weights are reordered
 ROUNDS = 7
-MANY = 48  # tokens that are tried together
-CONTEXT = 16  # tokens in front of those that are timed
+MANY = 48  # tokens that are compared in one call
+CONTEXT = 16  # tokens before the timed ones
 
 
 def faster(path: Path, offload: bool | None) -> File:
-    """The file, with its weights in the order in which single tokens take less time."""
+    """Load the file with its weights in the order that is faster for single tokens."""
     key = _key(path, offload) if path.is_file() else {}
     known = _remembered(key)
     if known is not None:
@@ -54,17 +55,17 @@ def faster(path: Path, offload: bool | None) -> File:
 
 
 def _alike(file: File) -> bool:
-    """Whether many tokens say the same together as in small calls: for some kinds of numbers they do."""
-    entries, said = [BatchEntry(i + 1, i, [0], True) for i in range(MANY)], list[Tensor]()
+    """Return whether many tokens get the same logits in one call as in small calls, as with some weight types."""
+    entries, results = [BatchEntry(i + 1, i, [0], True) for i in range(MANY)], list[Tensor]()
     for together in (file.together, BATCH):
         runtime = Runtime(file, LEAST, together)
         runtime.decode(entries)
-        said.append(torch.stack([runtime.logits(i) for i in range(MANY)]))
-    return torch.equal(*said)
+        results.append(torch.stack([runtime.logits(i) for i in range(MANY)]))
+    return torch.equal(*results)
 
 
 def _worth(kept: File, other: File) -> bool:
-    """By single tokens, in turns."""
+    """Return whether `other` is faster; single tokens are timed on both files in turns."""
     runtimes = [Runtime(file, LEAST) for file in (kept, other)]
     times: list[list[float]] = [[], []]
     for runtime in runtimes:
@@ -73,15 +74,15 @@ def _worth(kept: File, other: File) -> bool:
         for runtime, spent in zip(runtimes, times, strict=True):
             start = time.perf_counter()
             runtime.decode([BatchEntry(1, position, [0], True)])
-            runtime.greedy(0)  # waits
+            runtime.greedy(0)  # waits for the pass
             spent.append(time.perf_counter() - start)
     before, after = (statistics.median(spent) for spent in times)
-    logger.info("a token takes %.1f ms, %.1f on reordered weights", 1e3 * before, 1e3 * after)
+    logger.info("a token takes %.1f ms, and %.1f ms with reordered weights", 1e3 * before, 1e3 * after)
     return after < (1 - GAIN) * before
 
 
 def _key(path: Path, offload: bool | None) -> dict[str, str]:
-    """What the answer depends on."""
+    """Return everything that the result depends on."""
     return {
         "file": identity(path),
         "offload": str(offload),
@@ -102,10 +103,10 @@ def _place(key: dict[str, str]) -> Path:
 
 
 class RepackTrial(NamedTuple):
-    """What was tried when a file was first loaded."""
+    """The result of the trial when a file is first loaded."""
 
-    together: int  # tokens of a call on reordered weights; 0: they are not faster
-    paired: bool  # whether no token may come alone
+    together: int  # most tokens per call on reordered weights; 0: they are not faster
+    paired: bool  # whether no token may be computed alone
 
 
 def _remembered(key: dict[str, str]) -> RepackTrial | None:
@@ -122,4 +123,4 @@ def _remember(key: dict[str, str], known: RepackTrial) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({"key": key, **known._asdict()}))
     except OSError as error:
-        logger.warning("which order of weights is faster could not be kept: %s", error)
+        logger.warning("could not save which order of weights is faster: %s", error)

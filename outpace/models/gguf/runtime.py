@@ -1,10 +1,10 @@
-"""Runtime: llama.cpp through its binding: a cache of cells, sequences that share them, and passes over them.
+"""Runtime: llama.cpp through its Python binding: a cache of cells, sequences that share cells, and passes over them.
 
-What a token says must not depend on how many others are scored with it, or answers would differ with and without
-speculation. With llama.cpp's default settings it does. With flash attention over keys in q8_0 and values in float16 it
-does not, and is as fast: so that is what we use. Only weights of 16 and 32 bits are still multiplied in another way for
-one token than for several, and a token of such a model never comes alone; and weights that llama.cpp has put in another
-order, in another way for four and more, which then come in several calls (docs/guide/gguf.md).
+A token's logits must not depend on how many others are scored with it, or answers would differ with and without
+speculation. With llama.cpp's default settings they do. With flash attention over q8_0 keys and float16 values they do
+not, at the same speed, so we use these settings. Two cases remain (docs/guide/gguf.md). Weights of 16 and 32 bits are
+multiplied differently for one token than for several, so a token of such a model is never computed alone. Weights that
+llama.cpp has reordered are multiplied differently for four and more tokens, so these passes are split into calls.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 from outpace.errors import OutpaceError, UnsupportedModel
 from outpace.models.gguf.raw_logits import RawLogits
 
-BATCH, PART = 2048, 512  # most tokens of a pass, and of what llama.cpp computes of it at a time
-FEW = 3  # tokens of a call that reordered weights are multiplied with one by one
-SEQUENCES = 256  # as many as llama.cpp tells apart
-COMPANY = SEQUENCES - 1  # the last one: of tokens that are there so that another one is not alone
+BATCH, PART = 2048, 512  # most tokens of a pass, and of the part of it that llama.cpp computes at a time
+FEW = 3  # most tokens of a call that reordered weights multiply one by one
+SEQUENCES = 256  # the most that llama.cpp can tell apart
+COMPANY = SEQUENCES - 1  # the last sequence: a dummy token in it keeps another one from being alone
 PROBE = tuple(range(1, 9))  # tokens
-LEAST = 256  # cells; llama.cpp has no cache that is smaller
-FLASH = 1  # as llama.cpp numbers switches of attention
+LEAST = 256  # cells of llama.cpp's smallest cache
+FLASH = 1  # llama.cpp's constant for enabled flash attention
 
 
 class CacheNumbers(NamedTuple):
-    """A kind of numbers in a cache."""
+    """A number format of the cache."""
 
-    kind: int  # as llama.cpp numbers them
-    size: float  # bytes of one
-    block: int  # numbers that are only kept together
+    kind: int  # llama.cpp's constant for it
+    size: float  # bytes per number
+    block: int  # numbers that are stored together
 
 
 F16, Q8_0, BF16 = CacheNumbers(1, 2.0, 1), CacheNumbers(8, 34 / 32, 32), CacheNumbers(30, 2.0, 1)
@@ -44,12 +44,12 @@ class BatchEntry(NamedTuple):
 
     token: int
     position: int
-    sequences: list[int]  # that it is part of, and so sees
-    wanted: bool = False  # whether it has a say
+    sequences: list[int]  # that it belongs to, and so sees
+    wanted: bool = False  # whether its logits are needed
 
 
 class EntryOutput(NamedTuple):
-    """What a call said behind one of its entries."""
+    """The output of a call at one of its entries."""
 
     logits: Tensor  # [vocab]
     likeliest: int
@@ -66,20 +66,23 @@ class File:
         together: int | None = None,
         paired: bool | None = None,
     ):
-        """`offload`: to a GPU, where this build of llama.cpp has one; None: if it has. `together`: weights in the
-        order that llama.cpp likes on this processor, as without `bitwise`, but in calls of at most so many tokens.
-        `paired`: whether no token may come alone, where that is known; None: it is tried."""
+        """Load the file.
+
+        `offload`: run on a GPU; None: if this build of llama.cpp supports one. `together`: reorder the weights for this
+        processor, as with `bitwise=False`, but run calls of at most this many tokens. `paired`: whether no token may be
+        computed alone; None: find out.
+        """
         library = _library()
         if not path.is_file():
             raise OutpaceError(f"there is no file {str(path)!r}")
         if offload and not library.llama_supports_gpu_offload():
             raise OutpaceError(
-                "this build of llama.cpp runs on a CPU only: install one for your GPU, or leave device out"
+                "this build of llama.cpp is CPU only: install one for your GPU, or leave out the device option"
             )
 
         class Model(library.LlamaModel):  # type: ignore[misc, name-defined]
             @property
-            def n_vocab(self) -> int:  # which its own contexts ask it for
+            def n_vocab(self) -> int:  # the binding's contexts read it
                 return self.get_vocab().n_vocab
 
         given = library.LlamaModelParams()
@@ -91,10 +94,10 @@ class File:
             raise OutpaceError(f"llama.cpp cannot load {str(path)!r}: {error}") from error
         self.path, self.tokens = path, self.model.get_vocab()
         if not self.model.has_decoder() or self.model.has_encoder():
-            raise UnsupportedModel(f"{path.name} is no model that continues a text")
+            raise UnsupportedModel(f"{path.name} is not a decoder-only language model")
         if self.model.is_recurrent() or self.model.is_hybrid():
             raise UnsupportedModel(
-                f"{path.name} keeps a recurrent state, which llama.cpp cannot take back: run it as a Transformers model"
+                f"{path.name} has a recurrent state, which llama.cpp cannot roll back: run it as a Transformers model"
             )
         self.together = together or BATCH  # most tokens of a call
         self.paired = bool(paired)
@@ -102,14 +105,14 @@ class File:
             self.paired = self._alone_is_different()
 
     def _alone_is_different(self) -> bool:
-        """Whether tokens say something else one by one than all at once."""
-        entries, said = [BatchEntry(token, i, [0], True) for i, token in enumerate(PROBE)], list[Tensor]()
+        """Return whether tokens get different logits when they run one by one instead of all at once."""
+        entries, logits = [BatchEntry(token, i, [0], True) for i, token in enumerate(PROBE)], list[Tensor]()
         for passes in ([entries], [[entry] for entry in entries]):
             runtime = Runtime(self, LEAST)
             for one in passes:
                 runtime.decode(one)
-                said += [runtime.logits(i) for i in range(len(one))]
-        together, alone = said[: len(PROBE)], said[len(PROBE) :]
+                logits += [runtime.logits(i) for i in range(len(one))]
+        together, alone = logits[: len(PROBE)], logits[len(PROBE) :]
         return not all(map(torch.equal, together, alone))
 
     @property
@@ -118,28 +121,28 @@ class File:
 
     @property
     def largest_pass(self) -> int:
-        """Tokens of a pass; where none may come alone, not more than are computed together."""
+        """The most tokens of a pass; if none may be computed alone, no more than llama.cpp computes together."""
         return PART - 1 if self.paired else BATCH
 
     @property
     def token_bytes(self) -> int:
-        """Of the cache, for one token."""
+        """Bytes of the cache per token."""
         model = self.model
         return int(model.n_layer * self._head * model.n_head_kv * (self.keys.size + F16.size))
 
     @property
     def keys(self) -> CacheNumbers:
-        """In bfloat16 for heads whose numbers do not come in blocks."""
+        """The number format of keys: q8_0, or bfloat16 if a head's size is not a multiple of q8_0's block."""
         return BF16 if self._head % Q8_0.block else Q8_0
 
     @property
     def _head(self) -> int:
-        """Numbers of a key."""
-        said = self.said(f"{self.said('general.architecture')}.attention.key_length")
-        return int(said) if said else self.model.n_embd // self.model.n_head
+        """The size of a key."""
+        length = self.said(f"{self.said('general.architecture')}.attention.key_length")
+        return int(length) if length else self.model.n_embd // self.model.n_head
 
     def said(self, key: str) -> str | None:
-        """What the file says of itself."""
+        """Return an entry of the file's metadata, or None."""
         try:
             return self.model.meta_val_str(key) or None
         except (KeyError, ValueError, RuntimeError):
@@ -147,7 +150,7 @@ class File:
 
 
 class Runtime:
-    """A cache of so many cells, and passes over it. Cells are taken in order, as long as none before them is free."""
+    """A cache with a number of cells, and passes over it. Cells are taken in order while none before them is free."""
 
     def __init__(self, file: File, cells: int, together: int | None = None):
         library = _library()
@@ -167,23 +170,23 @@ class Runtime:
         self._greedy.add_greedy()
         self.cells, self.passes, self._paired, self._together = cells, 0, file.paired, together or file.together
         self._raw = RawLogits(self._context, file.vocab)
-        self._rows: dict[int, int] = {}  # by entry of the last call: its place among those whose logits were wanted
-        self._first = 0  # entry of the last call
-        self._said: dict[int, EntryOutput] = {}  # by those before it
+        self._rows: dict[int, int] = {}  # entry of the last call -> its row of logits
+        self._first = 0  # the first entry of the last call
+        self._earlier: dict[int, EntryOutput] = {}  # outputs of the calls before it
 
     def decode(self, entries: Seq[BatchEntry]) -> None:
-        """A pass: a call, or several, where too many would say something else together."""
+        """Run a pass, in several calls where too many tokens together would get other logits."""
         self.passes += 1
-        self._said, calls = {}, range(0, len(entries), self._together)
+        self._earlier, calls = {}, range(0, len(entries), self._together)
         for first in calls:
             part = entries[first : first + self._together]
             self._call(part)
             self._first = first
-            if first != calls[-1]:  # the next call forgets what this one says
-                said = {
+            if first != calls[-1]:  # the next call overwrites the output of this one
+                outputs = {
                     first + i: EntryOutput(self._logits(i), self._likeliest(i)) for i, e in enumerate(part) if e.wanted
                 }
-                self._said |= said
+                self._earlier |= outputs
 
     def _call(self, entries: Seq[BatchEntry]) -> None:
         self._batch.clear()
@@ -199,12 +202,12 @@ class Runtime:
             self._context.decode(self._batch)
 
     def logits(self, index: int) -> Tensor:  # [vocab]
-        """What the pass said behind one of its entries."""
-        return self._said[index].logits if index < self._first else self._logits(index - self._first)
+        """Return the logits at one of the pass's entries."""
+        return self._earlier[index].logits if index < self._first else self._logits(index - self._first)
 
     def greedy(self, index: int) -> int:
-        """The likeliest token there, found without handing all of them over."""
-        return self._said[index].likeliest if index < self._first else self._likeliest(index - self._first)
+        """Return the likeliest token there, found without copying all logits."""
+        return self._earlier[index].likeliest if index < self._first else self._likeliest(index - self._first)
 
     def _logits(self, index: int) -> Tensor:  # [vocab]
         return self._raw.row(index, self._rows[index])
@@ -214,11 +217,11 @@ class Runtime:
         return self._greedy.sample(self._context, index) if found is None else found
 
     def share(self, source: int, target: int, first: int, end: int) -> None:
-        """Make the tokens of a sequence at these positions part of another one, too."""
+        """Add the tokens of a sequence at these positions to another sequence."""
         self._context.memory_seq_cp(source, target, first, end)
 
     def remove(self, sequence: int, first: int) -> None:
-        """Take the tokens from this position on out of a sequence; cells of none are free."""
+        """Remove the tokens from this position on from a sequence; cells that no sequence uses become free."""
         self._context.memory_seq_rm(sequence, first, -1)
 
     def clear(self) -> None:
@@ -226,7 +229,7 @@ class Runtime:
 
 
 def identity(path: Path) -> str:
-    """What tells a file from others, without reading it."""
+    """Return a string that identifies a file without reading it."""
     at = path.stat()
     return f"{path.name}, {at.st_size} bytes, {at.st_mtime_ns}"
 

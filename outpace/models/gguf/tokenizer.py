@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: Transformers', where it splits text as llama.cpp does, else llama.cpp's own."""
+"""The tokenizer of a GGUF file: Transformers' if it splits text as llama.cpp does, otherwise llama.cpp's own."""
 
 from __future__ import annotations
 
@@ -26,35 +26,38 @@ PROBES = (
 
 
 def tokenizer(file: File) -> Any:
-    """Grammars and drafts with another vocabulary need Transformers' tokenizer; all else works with either."""
+    """Return the file's tokenizer.
+
+    Grammars and drafts with another vocabulary need Transformers' tokenizer; everything else works with either.
+    """
     theirs = LlamaTokenizer(file)
-    kept = _kept(file)
-    if kept is not None and _alike(kept, theirs):
-        return kept
+    cached = _cached(file)
+    if cached is not None and _same_ids(cached, theirs):
+        return cached
     try:
         ours = _transformers(file)
     except Exception as error:  # an architecture or a vocabulary that its reader does not know
-        logger.info("llama.cpp's own tokenizer is used: Transformers cannot read it from the file (%s)", error)
+        logger.info("using llama.cpp's own tokenizer: Transformers cannot read one from the file (%s)", error)
         return theirs
-    if not _alike(ours, theirs):
-        logger.info("llama.cpp's own tokenizer is used: what Transformers reads from the file splits text differently")
+    if not _same_ids(ours, theirs):
+        logger.info("using llama.cpp's own tokenizer: the one that Transformers reads splits text differently")
         return theirs
     ours.chat_template = ours.chat_template or theirs.chat_template
-    _keep(ours, file)
+    _save(ours, file)
     return ours
 
 
-def _alike(ours: Any, theirs: LlamaTokenizer) -> bool:
+def _same_ids(ours: Any, theirs: LlamaTokenizer) -> bool:
     return all(ours.encode(text, add_special_tokens=False) == theirs.encode(text, False) for text in PROBES)
 
 
 def _place(file: File) -> Path:
-    """Where a tokenizer is kept, because to read it from a file of 150,000 tokens takes 15 s."""
+    """Return the folder that caches a tokenizer: reading one of 150,000 tokens from a GGUF file takes 15 s."""
     about = f"{identity(file.path)}, transformers {version('transformers')}"
     return cache_dir() / "tokenizers" / hashlib.sha256(about.encode()).hexdigest()[:16]
 
 
-def _kept(file: File) -> Any:
+def _cached(file: File) -> Any:
     folder = _place(file)
     try:
         if not folder.is_dir():
@@ -64,12 +67,12 @@ def _kept(file: File) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(folder)
-    except Exception as error:  # whatever is wrong with it, the file has another
-        logger.info("the tokenizer that was kept of %s cannot be read (%s)", file.path.name, error)
+    except Exception as error:  # whatever is wrong with it, it can be read from the GGUF file again
+        logger.info("the cached tokenizer of %s cannot be read (%s)", file.path.name, error)
         return None
 
 
-def _keep(ours: Any, file: File) -> None:
+def _save(ours: Any, file: File) -> None:
     folder = _place(file)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +81,7 @@ def _keep(ours: Any, file: File) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(f"{place}/new", folder)
     except OSError as error:
-        logger.warning("the tokenizer of %s could not be kept: %s", file.path.name, error)
+        logger.warning("could not cache the tokenizer of %s: %s", file.path.name, error)
 
 
 def _transformers(file: File) -> Any:
@@ -96,20 +99,20 @@ def _transformers(file: File) -> Any:
 
 
 def _special(file: File) -> dict[str, int | None]:
-    """Ids of special tokens, as the file has them."""
+    """Return the ids of the special tokens that the file names."""
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    said = {kind: file.said(f"tokenizer.ggml.{name}_token_id") for kind, name in names.items()}
-    return {kind: None if token is None else int(token) for kind, token in said.items()}
+    values = {kind: file.said(f"tokenizer.ggml.{name}_token_id") for kind, name in names.items()}
+    return {kind: None if token is None else int(token) for kind, token in values.items()}
 
 
 class LlamaTokenizer:
-    """llama.cpp's tokenizer, as far as a Transformers one is asked for more than that."""
+    """llama.cpp's tokenizer with the methods of a Transformers tokenizer that Outpace uses."""
 
     def __init__(self, file: File):
         self._file, self._vocab = file, file.tokens
         self.chat_template = file.said("tokenizer.chat_template")
         self.eos_token_id: int = self._vocab.token_eos()
-        self._guard = self.encode("a", False)  # llama.cpp leaves out spaces that a text begins with
+        self._guard = self.encode("a", False)  # decoded in front, because llama.cpp drops leading spaces
 
     def __len__(self) -> int:
         return self._vocab.n_vocab
@@ -120,9 +123,9 @@ class LlamaTokenizer:
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         if skip_special_tokens:
             tokens = [token for token in tokens if not self._vocab.is_control(token)]
-        return self._spelled(self._guard + list(tokens)).removeprefix(self._spelled(self._guard))
+        return self._detokenize(self._guard + list(tokens)).removeprefix(self._detokenize(self._guard))
 
-    def _spelled(self, tokens: list[int]) -> str:
+    def _detokenize(self, tokens: list[int]) -> str:
         return self._vocab.detokenize(tokens, remove_special=False, unparse_special=True)
 
     def apply_chat_template(
@@ -142,7 +145,7 @@ class LlamaTokenizer:
 
 
 def corrected(read: Any, pipeline: dict[str, Any], ids: dict[str, int | None], **given: Any) -> Any:
-    """A tokenizer that Transformers read from a GGUF file, with these parts, and these special tokens."""
+    """Rebuild a tokenizer that Transformers read from a GGUF file, with this pipeline and these special tokens."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

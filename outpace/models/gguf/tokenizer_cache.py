@@ -1,6 +1,6 @@
-"""KeptTokenizer: a tokenizer that Transformers saved, used without importing Transformers, which takes half a second.
+"""KeptTokenizer: a saved Transformers tokenizer, used without importing Transformers, which takes half a second.
 
-What it does not know itself it asks the whole tokenizer for, which is loaded then.
+For anything that it does not implement, it loads and calls the complete tokenizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 class KeptTokenizer:
-    """A fast tokenizer in a folder of `save_pretrained`."""
+    """A fast tokenizer in a folder that `save_pretrained` wrote."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -30,7 +30,7 @@ class KeptTokenizer:
 
     @classmethod
     def fits(cls, folder: Path) -> bool:
-        """Whether decoding is the backend's own, with nothing done to spaces after it."""
+        """Return whether the backend's decoding is all that is needed, with no clean-up of spaces after it."""
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         return not config.get("clean_up_tokenization_spaces")
 
@@ -73,8 +73,11 @@ class KeptTokenizer:
 
 
 def render(template: str, chat: list[Mapping[str, Any]], given: dict[str, Any]) -> str | None:
-    """A chat as text, in a sandbox that has less than Transformers' own; None where a template needs more than that,
-    or refuses the chat: then Transformers renders it, or says what is wrong."""
+    """Render a chat as text, in a sandbox with fewer features than Transformers' own.
+
+    Return None if the template needs more features or refuses the chat. Transformers then renders it, or reports what
+    is wrong.
+    """
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -1,1 +1,1 @@
-"""Transformers models through our attention function and our key-value cache."""
+"""Transformers models, run with our attention function and key-value cache."""

@@ -1,7 +1,7 @@
-"""Our attention function: a few query rows with ancestor masks over long prefixes of different lengths.
+"""Our attention function: a few queries with ancestor masks over long prefixes of different lengths.
 
 It is registered once with Transformers' `AttentionInterface`. Everything it needs comes as the keyword argument
-`attention_plan`, which the model's forward passes on; there is no global.
+`attention_plan`, which the model's forward passes on; there is no global state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "outpace"
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How a layer turns products of queries and keys into weights."""
+    """How a layer turns query-key products into attention weights."""
 
     scaling: float
     softcap: float | None
@@ -31,13 +31,13 @@ class AttentionRule:
 
 
 class AttentionPlan(Protocol):
-    """What a pass hands to the attention function: it writes the new keys and values, and attends."""
+    """The plan that a pass gives to the attention function: it writes the new keys and values, and attends."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor: ...
 
 
 class EagerAttention:
-    """Who attends to what in one pass; masks are made once and shared by all layers."""
+    """Attention of one eager pass; masks are built once and shared by all layers."""
 
     def __init__(
         self,
@@ -47,31 +47,31 @@ class EagerAttention:
         device: torch.device,
         alone: bool = False,
     ):
-        self.alone = alone  # each query by itself, over its own path: the same arithmetic in every pass
+        self.alone = alone  # one query at a time, over its own path: the same arithmetic in every pass
         self.cache = cache
         self.segments = segments
         self.windows = windows  # of each layer
         self.device = device
-        self.calls = 0  # layers that attended through us
+        self.calls = 0  # layers that attended through this plan
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
         self._paths: dict[tuple[int, int | None], list[Tensor]] = {}
 
     def mask(self, index: int, window: int | None) -> Tensor | None:
-        """Mask of segment `index`; None when its every query sees its every key."""  # [queries, keys]
+        """Return the mask of segment `index`, or None if all its queries see all its keys."""  # [queries, keys]
         if (index, window) not in self._masks:
             mask = _mask(self.segments[index], window)
             self._masks[index, window] = None if bool(mask.all()) else mask.to(self.device)
         return self._masks[index, window]
 
     def paths(self, index: int, window: int | None) -> list[Tensor]:
-        """Cache entries that each query of segment `index` sees, in the order of the text."""  # queries of [keys]
+        """Return the cache entries that each query of segment `index` sees, in text order."""  # queries of [keys]
         if (index, window) not in self._paths:
             mask = _mask(self.segments[index], window)
             self._paths[index, window] = [torch.nonzero(seen).flatten().to(self.device) for seen in mask]
         return self._paths[index, window]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Write the new keys and values, then one segment after the other."""  # out: [1, tokens, heads, head dim]
+        """Write the new keys and values, then attend segment by segment."""  # out: [1, tokens, heads, head dim]
         layer: int = module.layer_idx  # type: ignore[assignment]
         self.cache.write(layer, key, value, self.segments)
         keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.windows[layer]
@@ -86,12 +86,12 @@ class EagerAttention:
                     k, v = (side[segment.slot].index_select(1, path) for side in (keys, values))
                     out.append(_attend(q[:, i : i + 1], k, v, None, rule))
                 continue
-            # A windowed layer need not look at keys that no query of this segment can see.
+            # A layer with a sliding window skips keys that no query of this segment can see.
             first = 0 if window is None else max(0, segment.start - window + 1)
             mask = self.mask(index, window)
             k, v = keys[segment.slot][:, first : segment.end], values[segment.slot][:, first : segment.end]
             out.append(_attend(q, k, v, mask if mask is None else mask[:, first:], rule))
-        if at < query.shape[2]:  # tokens that only fill up the pass
+        if at < query.shape[2]:  # padding tokens
             out.append(query.new_zeros(query.shape[1], query.shape[2] - at, value.shape[3]))
         return torch.cat(out, dim=1).transpose(0, 1)[None]
 
@@ -124,9 +124,9 @@ def attend(
     s_aux: Tensor | None = None,  # attention sinks, one logit per head
     **_: object,
 ) -> tuple[Tensor, None]:  # [1, tokens, heads, head dim]
-    # We never hand in a mask or older keys, so the model made them: a bias, or keys of no token, that we would lose.
+    # We never pass a mask or older keys, so these come from the model: a bias, or keys of no token, that we would drop.
     if attention_mask is not None or key.shape[2] != query.shape[2]:
-        raise UnsupportedModel(f"{type(module).__name__} attends to more than the tokens")
+        raise UnsupportedModel(f"{type(module).__name__} adds a mask or keys of its own, which is not supported")
     rule = AttentionRule(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap, s_aux)
     return attention_plan.attend(module, query, key, value, rule), None
 
@@ -139,7 +139,7 @@ def _attend(
     rule: AttentionRule,
 ) -> Tensor:  # [heads, queries, dim]
     groups, queries = q.shape[0] // k.shape[0], q.shape[1]
-    # Heads that share a key head become further query rows of it: no key is repeated.
+    # Query heads that share a key head become further rows of its query matrix, so no key is repeated.
     q = q.reshape(k.shape[0], groups * queries, q.shape[2])
     mask = mask if mask is None or groups == 1 else mask.repeat(groups, 1)
     if rule.softcap is None and rule.sinks is None:

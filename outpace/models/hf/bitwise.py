@@ -1,8 +1,8 @@
-"""Bitwise passes: one shape for everything, so that every token is computed by the same kernels in the same order.
+"""Bitwise passes: every pass has the same shape, so every token is computed by the same kernels in the same order.
 
-A matrix product of one token and one of eight tokens may round differently. Here every pass has `TOKENS` tokens, filled
-up with zeros where there is less to do, and every query attends alone to its own path, laid out as plain decoding has
-it. So a token's logits depend on the tokens before it and on nothing else, bit for bit, in every dtype.
+A matrix product of one token and one of eight tokens may round differently. Here every pass has `TOKENS` tokens, padded
+with zeros, and every query attends alone to its own path, laid out as in plain decoding. So a token's logits depend
+only on the tokens before it, bit for bit, in every dtype.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from outpace.models.segment import Segment, SegmentOutput
 if TYPE_CHECKING:
     from outpace.models.hf.lm import TransformersLM
 
-TOKENS = 16  # a plain pass costs as much as one of so many tokens; a larger tree takes several passes
-PROBE = 8  # tokens on which the bits are compared
+TOKENS = 16  # tokens of every pass, also of a plain decode step; a larger tree takes several passes
+PROBE = 8  # tokens whose logits are compared bit for bit
 
 
 class Part(NamedTuple):
-    """A piece of a segment that fits into one pass, and which segment it is of."""
+    """A piece of a segment that fits into one pass, and the index of that segment."""
 
     owner: int
     segment: Segment
 
 
 class BitwiseRunner(EagerRunner):
-    """Eager passes whose results do not depend on what else is in a pass."""
+    """Eager passes in which a token's results do not depend on the other tokens of the pass."""
 
     kind = "bitwise"
 
@@ -49,33 +49,35 @@ class BitwiseRunner(EagerRunner):
         return [_joined(pieces) for pieces in outputs]
 
     def early_exit(self, count: int) -> None:
-        """There is none: parts of a pass would have to have one shape too."""
+        """Return None: there are no early exits, since partial passes would need a fixed shape too."""
 
     def ids_and_positions(self, segments: Seq[Segment]) -> Tensor:  # [2, TOKENS]
         given = super().ids_and_positions(segments)
         return torch.nn.functional.pad(given, (0, TOKENS - given.shape[1]))
 
     def _pass(self, segments: Seq[Segment], nodes: list[int]) -> Tensor:  # [nodes, vocab]
-        return super()._pass(segments, list(range(TOKENS)))[nodes]  # the head is a matrix product too
+        return super()._pass(segments, list(range(TOKENS)))[nodes]  # the head needs a fixed shape too
 
     def runs_like_this(self, part: TransformersLM) -> None:
         part.runner = BitwiseRunner(part)
 
 
 def make_bitwise(lm: TransformersLM) -> None:
-    """Let this model run bitwise passes; `UnsupportedModel` if its tokens depend on each other even so."""
+    """Make this model run bitwise passes; raise `UnsupportedModel` if its tokens still depend on each other."""
     lm.runner = BitwiseRunner(lm)
     if not _same_bits(lm):
         kind = f"{type(lm.model).__name__} in {lm.model.dtype} on {lm.device}"
-        raise UnsupportedModel(f"bitwise=True cannot be kept: {kind} rounds a token by what else is in the pass")
+        raise UnsupportedModel(
+            f"bitwise=True cannot be guaranteed: {kind} rounds a token differently depending on the rest of its pass"
+        )
 
 
 @torch.no_grad()
 def _same_bits(lm: TransformersLM) -> bool:
-    """Whether a text has the same logits token by token and as part of a tree."""
+    """Return whether a text has the same logits token by token and as part of a tree."""
     tokens = [(13 + 5 * i) % lm.vocab for i in range(PROBE)]
     tree = Tree.chain(tokens)
-    for i in range(PROBE):  # a sibling of each, so that the chain's nodes do not stand side by side
+    for i in range(PROBE):  # a second branch at each node, so that the layout is no chain
         tree.add(i, (tokens[i] + 1) % lm.vocab)
     one_by_one = []
     slot = lm.acquire([])
@@ -91,7 +93,7 @@ def _same_bits(lm: TransformersLM) -> bool:
 
 
 def _passes(segments: Seq[Segment]) -> Iterator[list[Part]]:
-    """All segments in order, cut into pieces so that each pass has at most `TOKENS` tokens."""
+    """Cut all segments, in order, into pieces so that each pass has at most `TOKENS` tokens."""
     parts, room = list[Part](), TOKENS
     for index, segment in enumerate(segments):
         at, count = 0, len(segment.tokens)
@@ -107,12 +109,12 @@ def _passes(segments: Seq[Segment]) -> Iterator[list[Part]]:
 
 
 def _cut(segment: Segment, start: int, end: int) -> Segment:
-    """The part of a segment between two of its tokens."""
+    """Return the part of a segment between two of its tokens."""
     fed = len(segment.pending)
     pending = segment.pending[start:end]
     if segment.layout is None or end <= fed:
         return Segment(segment.slot, segment.start + start, pending)
-    nodes = segment.since + end - fed  # a tree up to here is a tree: parents come first
+    nodes = segment.since + end - fed  # parents come first, so the nodes up to here form a tree
     tree = Tree(segment.tree.tokens[:nodes], segment.tree.parents[:nodes])
     return Segment(segment.slot, segment.start + min(start, fed), pending, tree, segment.since + max(0, start - fed))
 

@@ -1,8 +1,8 @@
-"""Key-value caches of many slots, each as long as it needs to be.
+"""Key-value caches with many slots, each as long as it needs to be.
 
-`SlotCache` has tensors of its own for each slot, which double. `PooledCache` has one tensor for all slots, so that a
-compiled pass reads and writes it by index. Either is handed to a Transformers model as its `past_key_values`. The model
-gets its new keys and values back as they are; our attention writes them, and reads the part of each slot that is used.
+`SlotCache` has separate tensors for each slot, which double when they are full. `PooledCache` has one tensor for all
+slots, so that a compiled pass reads and writes it by index. A Transformers model gets either as its `past_key_values`.
+The model gets its new keys and values back unchanged; our attention writes them, and reads the used part of each slot.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outpace.errors import CacheFull
 from outpace.models.segment import Segment
 
 FIRST_CAPACITY = 256  # tokens
-SCRAP = 64  # entries at the front where the tokens that only fill up a pass are written
-GRAIN = 64  # regions are multiples of this
+SCRAP = 64  # entries at the front of the pool, where padding tokens are written
+GRAIN = 64  # region sizes are multiples of this
 
 
 class SlotCache(Cache):
-    """A pair of tensors per slot and layer, `[kv heads, capacity, head dim]`, made when the layer is first written."""
+    """A pair of tensors per slot and layer, `[kv heads, capacity, head dim]`, allocated at the layer's first write."""
 
     def __init__(self, layers: int, limit: int | None = None):
         super().__init__(layer_class_to_replicate=DynamicLayer)  # the parent's own layers stay empty
@@ -32,7 +32,7 @@ class SlotCache(Cache):
         self.values: list[dict[int, Tensor]] = [{} for _ in range(layers)]
         self.capacity: dict[int, int] = {}  # tokens, by slot
         self.limit = limit  # bytes
-        self.token_bytes = 0  # of all layers; known once a token was written
+        self.token_bytes = 0  # in all layers; known once a token has been written
         self.kinds: set[tuple[int, int, torch.dtype]] = set()  # kv heads, head dim and dtype of the layers
 
     @property
@@ -45,7 +45,7 @@ class SlotCache(Cache):
         return key_states, value_states
 
     def write(self, layer: int, key: Tensor, value: Tensor, segments: Seq[Segment]) -> None:
-        """Put the new keys and values of every segment after what its slot holds."""  # [1, kv heads, tokens, head dim]
+        """Append every segment's new keys and values to its slot."""  # [1, kv heads, tokens, head dim]
         at = 0
         for segment in segments:
             count = len(segment.tokens)
@@ -56,13 +56,13 @@ class SlotCache(Cache):
             at += count
 
     def measure(self) -> None:
-        """Take the size of a token from what has been written."""
+        """Derive the bytes per token from the tensors written so far."""
         sample = [next(iter(side.values())) for side in (*self.keys, *self.values) if side]
         self.token_bytes = sum(t.shape[0] * t.shape[2] * t.element_size() for t in sample)
         self.kinds = {(t.shape[0], t.shape[2], t.dtype) for t in sample}
 
     def reserve(self, slot: int, length: int) -> None:
-        """Have room for `length` tokens in this slot; `CacheFull` when they do not fit beside the other slots."""
+        """Make room for `length` tokens in this slot; raise `CacheFull` if they do not fit beside the other slots."""
         held = self.capacity.get(slot, 0)
         if length <= held:
             return
@@ -71,8 +71,8 @@ class SlotCache(Cache):
             most = self.limit // self.token_bytes - sum(self.capacity.values()) + held
             if length > most:
                 raise CacheFull(
-                    f"the cache has room for {max(most, 0)} tokens of this request and it needs {length}: "
-                    f"{length * self.token_bytes / 2**20:.1f} MiB, with a limit of {self.limit / 2**20:.1f} MiB in all",
+                    f"the KV cache has room for {max(most, 0)} tokens of this request, which needs {length} "
+                    f"({length * self.token_bytes / 2**20:.1f} MiB); the limit is {self.limit / 2**20:.1f} MiB in all",
                     slot,
                 )
             capacity = min(capacity, most)
@@ -83,9 +83,9 @@ class SlotCache(Cache):
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
                 raise
-            # What grew before the failure is larger than it needs to be, and stays usable.
+            # Tensors that grew before the failure are larger than they need to be, and stay usable.
             megabytes = capacity * self.token_bytes / 2**20
-            raise CacheFull(f"no memory for a cache of {capacity} tokens ({megabytes:.1f} MiB)", slot) from None
+            raise CacheFull(f"out of memory for a KV cache of {capacity} tokens ({megabytes:.1f} MiB)", slot) from None
         self.capacity[slot] = capacity
 
     def forget(self, slot: int) -> None:
@@ -94,7 +94,7 @@ class SlotCache(Cache):
             side.pop(slot, None)
 
     def move(self, slot: int, start: int, path: list[int], layers: int | None = None) -> None:
-        """Gather the entries `start + path` to directly behind `start`, in all layers or in the first ones."""
+        """Gather the entries `start + path` directly after `start`, in all layers or in the first `layers`."""
         if path == list(range(len(path))):
             return
         for side in (*self.keys[:layers], *self.values[:layers]):
@@ -114,7 +114,7 @@ class SlotCache(Cache):
         return 0  # positions are always passed explicitly
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0  # masks are ours
+        return query_length, 0  # our attention builds the masks
 
 
 def _grown(old: Tensor, held: int, capacity: int) -> Tensor:
@@ -124,7 +124,7 @@ def _grown(old: Tensor, held: int, capacity: int) -> Tensor:
 
 
 class CacheShape(NamedTuple):
-    """What one token takes in the cache."""
+    """The shape of one token's entry in the cache."""
 
     layers: int
     heads: int
@@ -137,7 +137,7 @@ class CacheShape(NamedTuple):
 
 
 class CacheRegion(NamedTuple):
-    """The part of the pool that a slot has."""
+    """The part of the pool that belongs to a slot."""
 
     base: int
     size: int
@@ -156,7 +156,7 @@ class PooledCache(SlotCache):
         self.device = device
         self.token_bytes = shape.nbytes
         self.regions: dict[int, CacheRegion] = {}
-        self.generation = 0  # changes when the pool is another tensor
+        self.generation = 0  # changes when the pool becomes another tensor
         self.pool = self._empty(SCRAP + FIRST_CAPACITY)
         self.sides = self._sides()
 
@@ -172,12 +172,12 @@ class PooledCache(SlotCache):
         return self.regions[slot].base
 
     def _empty(self, entries: int) -> Tensor:
-        # Zeros: what a padded token reads must be finite.
+        # Zeros, because padding tokens must read finite values.
         s = self.shape
         return torch.zeros(s.layers, 2, entries, s.heads, s.dim, dtype=s.dtype, device=self.device)
 
     def _sides(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer, `[entries, kv heads, head dim]`."""
+        """Return views of each layer's keys and values, `[entries, kv heads, head dim]`."""
         return [(layer[0], layer[1]) for layer in self.pool]
 
     def reserve(self, slot: int, length: int) -> None:
@@ -200,13 +200,13 @@ class PooledCache(SlotCache):
     def _full(self, slot: int, length: int, most: int) -> CacheFull:
         assert self.limit is not None
         return CacheFull(
-            f"the cache has room for {max(most, 0)} tokens of this request and it needs {length}: "
-            f"{length * self.token_bytes / 2**20:.1f} MiB, with a limit of {self.limit / 2**20:.1f} MiB in all",
+            f"the KV cache has room for {max(most, 0)} tokens of this request, which needs {length} "
+            f"({length * self.token_bytes / 2**20:.1f} MiB); the limit is {self.limit / 2**20:.1f} MiB in all",
             slot,
         )
 
     def _gap(self, size: int, slot: int) -> int | None:
-        """The first free stretch of this size; the slot's own region counts as free."""
+        """Return the start of the first free stretch of this size; the slot's own region counts as free."""
         at = SCRAP
         for region in sorted(region for other, region in self.regions.items() if other != slot):
             if region.base - at >= size:
@@ -215,7 +215,7 @@ class PooledCache(SlotCache):
         return at if self.size - at >= size else None
 
     def _settle(self, slot: int, region: CacheRegion) -> None:
-        """Move a slot into this region, which no other slot has."""
+        """Move a slot into this region, which no other slot uses."""
         old = self.regions.get(slot)
         if old is not None and old.base != region.base:
             held = self.pool[:, :, old.base : old.end].clone()
@@ -224,7 +224,7 @@ class PooledCache(SlotCache):
         self._show(slot)
 
     def _rebuild(self, slot: int, wanted: int, least: int) -> None:
-        """A larger pool, or the same one without gaps, with a region of `wanted` entries for this slot."""
+        """Enlarge the pool or close its gaps, and give this slot a region of `wanted` entries."""
         size = max(least, 2 * self.size)
         if self.limit is not None:
             size = max(least, min(size, self.limit // self.token_bytes))
@@ -232,9 +232,9 @@ class PooledCache(SlotCache):
             self._resize(size)
         except torch.OutOfMemoryError:
             megabytes = size * self.token_bytes / 2**20
-            raise CacheFull(f"no memory for a cache of {size} tokens ({megabytes:.1f} MiB)", slot) from None
+            raise CacheFull(f"out of memory for a KV cache of {size} tokens ({megabytes:.1f} MiB)", slot) from None
         base = self._gap(wanted, slot)
-        assert base is not None, "a pool without gaps has the room"
+        assert base is not None, "a pool without gaps has enough room"
         self._settle(slot, CacheRegion(base, wanted))
 
     def _resize(self, size: int) -> None:
@@ -249,7 +249,7 @@ class PooledCache(SlotCache):
             self._show(slot)
 
     def _show(self, slot: int) -> None:
-        """The slot as the eager passes see it: a view per layer and side, `[kv heads, entries, head dim]`."""
+        """Set the slot's views for eager passes: `[kv heads, entries, head dim]`, for keys and values of each layer."""
         base, size = self.regions[slot]
         for layer in range(self.shape.layers):
             self.keys[layer][slot] = self.pool[layer, 0, base : base + size].transpose(0, 1)

@@ -1,7 +1,7 @@
-"""prune: a copy of a Transformers model without some of its layers, as a checkpoint like any other.
+"""Checkpoints of a Transformers model without some of its layers, for `outpace prune` and training.
 
-Before the folder appears, what was written is read again and compared with the model's own layers: a model whose config
-cannot describe it without those layers is refused.
+Before the folder appears, the written checkpoint is loaded again and compared with the model's own layers. A model
+whose config cannot describe it without those layers is refused.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from outpace.errors import OutpaceError, UnsupportedModel, UsageError
 from outpace.models.hf.module import decoder_layers, view
 from outpace.models.hf.tolerance import apart
 
-PROBE = 16  # tokens on which the copy is compared
+PROBE = 16  # tokens on which the written copy is compared
 
 
 def check_output(folder: Path) -> None:
-    """Nothing that is there is ever overwritten."""
+    """Raise a `UsageError` if the folder exists: nothing is ever overwritten."""
     if folder.exists():
-        raise UsageError(f"{str(folder)!r} is there already: name another folder, or delete it")
+        raise UsageError(f"{str(folder)!r} already exists: name another folder, or delete it")
 
 
 def stack_of(model: PreTrainedModel) -> int:
@@ -35,7 +35,7 @@ def stack_of(model: PreTrainedModel) -> int:
 
 
 def save(model: PreTrainedModel, layers: Seq[int], tokenizer: Any, folder: Path, note: str) -> None:
-    """Write a model of these layers; whole, or not at all."""
+    """Write a model of these layers; the folder appears complete or not at all."""
     check_output(folder)
     part = part_of(model, layers)
     try:
@@ -57,21 +57,21 @@ def save(model: PreTrainedModel, layers: Seq[int], tokenizer: Any, folder: Path,
 
 
 def part_of(model: PreTrainedModel, layers: Seq[int]) -> PreTrainedModel:
-    """The layers on the same tensors, with a config that says so."""
+    """Return a model of these layers on the same tensors, with a config that describes it."""
     stack = stack_of(model)
     try:
         part = view(model, layers)
-    except AttributeError as error:  # what its layers are is computed from other settings
+    except AttributeError as error:  # its config derives the layers from other settings
         raise UnsupportedModel(f"{type(model).__name__} has no plain stack of layers: {error}") from error
     config = part.config.get_text_config()
-    for name, value in config.to_dict().items():  # settings with an entry for each layer
+    for name, value in config.to_dict().items():  # settings with one entry per layer
         if isinstance(value, list) and len(value) == stack and name != "layer_types":
             setattr(config, name, [value[i] for i in layers])
     return part
 
 
 def shortest(model: PreTrainedModel) -> torch.dtype:
-    """16 bits where that loses nothing: a checkpoint that was read as float32 often had no more."""
+    """Return a 16-bit dtype if that loses nothing: a checkpoint loaded as float32 often holds only 16 bits."""
     given = list(model.parameters())
     for dtype in (torch.bfloat16, torch.float16) if model.dtype.itemsize > 2 else ():
         if all(torch.equal(p.to(dtype).to(p.dtype), p) for p in given):
@@ -80,7 +80,7 @@ def shortest(model: PreTrainedModel) -> torch.dtype:
 
 
 def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in this dtype; it shares what had it before."""
+    """Convert the model to this dtype; parameters that already have it are shared."""
     given = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, given)  # type: ignore[arg-type]
 
@@ -97,4 +97,6 @@ def _compare(part: PreTrainedModel, folder: Path) -> None:
         raise UnsupportedModel(f"{name} cannot be written without some of its layers: {error}") from error
     off = apart(found, part(input_ids=ids, use_cache=False).logits)
     if off > max(0.01, 8 * torch.finfo(part.dtype).eps):
-        raise UnsupportedModel(f"{name} cannot be written without some of its layers: its config makes others of them")
+        raise UnsupportedModel(
+            f"{name} cannot be written without some of its layers: its config does not reproduce the remaining ones"
+        )

@@ -1,6 +1,6 @@
-"""Eager passes: the layers of a Transformers model as they are, all segments packed into one sequence.
+"""Eager passes: a Transformers model's own layers, with all segments packed into one sequence.
 
-A runner says how passes of a model run; `TransformersLM` has one. The others fall back to this one.
+A `Runner` decides how the passes of a `TransformersLM` run. The other runners fall back to the eager one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Runner(Protocol):
-    """How passes of a Transformers model run."""
+    """The interface that runs the passes of a Transformers model."""
 
-    kind: str  # for the identity of the model
+    kind: str  # part of the model's identity
     asynchronous: bool
-    chunk: int  # tokens of a prompt in one pass
-    extra_bytes: int  # of copies of weights
+    chunk: int  # prompt tokens per pass
+    extra_bytes: int  # of weight copies
     drafts: SelfDraft | None
     run_ahead: RunAhead | None
 
@@ -43,19 +43,19 @@ class Runner(Protocol):
         """Run one pass of some layers, on `entering` if they are not the first."""  # [tokens, hidden], places
 
     def forget(self, slot: int) -> None:
-        """The slot is about to hold another text."""
+        """Discard passes begun ahead for this slot, which is about to hold another text."""
 
     def weights_changed(self) -> None:
-        """The weights have changed, in place."""
+        """Handle weights that have changed in place."""
 
     def runs_like_this(self, part: TransformersLM) -> None:
-        """Make a slice of the model run as this one does."""
+        """Make a slice of the model use the same kind of runner."""
 
     def attach(self, head: PreTrainedModel) -> TransformersLM:
-        """A head that is asked token by token, as a model that runs as this one does."""
+        """Return a head that drafts one token per step as a model with the same kind of runner."""
 
     def ready(self, head: Any) -> Any:
-        """A head that drafts several tokens at once, as it runs fastest beside this model."""
+        """Return a head that drafts several tokens at once in the form that runs fastest beside this model."""
 
 
 class EagerRunner:
@@ -70,7 +70,7 @@ class EagerRunner:
 
     def __init__(self, lm: TransformersLM, alone: bool = False):
         self.lm = lm
-        self.alone = alone  # each query by itself, over its own path: the same arithmetic in every pass
+        self.alone = alone  # one query at a time, over its own path: the same arithmetic in every pass
         self.module = lm.view
         self.module.config._attn_implementation = NAME
         self.stages = Stages(self.module)
@@ -87,11 +87,11 @@ class EagerRunner:
         wanted = torch.tensor(nodes, device=self.lm.device)
         out = self.module(input_ids=ids[None], **given, logits_to_keep=wanted)
         if (calls := given["attention_plan"].calls) != len(self.lm.windows):
-            raise UnsupportedModel(f"{calls} of {len(self.lm.windows)} layers attend through our function")
+            raise UnsupportedModel(f"only {calls} of {len(self.lm.windows)} layers use our attention function")
         return out.logits[0]
 
     def inputs(self, segments: Seq[Segment]) -> tuple[Tensor, dict[str, Any]]:
-        """The tokens of a pass, and all else that the model is given with them."""
+        """Return the token ids of a pass, and all other arguments of the model."""
         ids, positions = self.ids_and_positions(segments).to(self.lm.device)
         plan = EagerAttention(self.lm.cache, segments, self.lm.windows, self.lm.device, self.alone)
         given = dict(position_ids=positions[None], past_key_values=self.lm.cache, use_cache=True, attention_plan=plan)
@@ -110,16 +110,16 @@ class EagerRunner:
         return self.stages.of_span(span).run(ids, entering, wanted, **given)
 
     def forget(self, slot: int) -> None:
-        """Nothing is begun ahead here."""
+        """Do nothing: no pass is begun ahead here."""
 
     def weights_changed(self) -> None:
-        """The model's own weights are all that is used."""
+        """Do nothing: this runner has no copies of weights."""
 
     def runs_like_this(self, part: TransformersLM) -> None:
-        """A slice is made to run eagerly."""
+        """Do nothing: a new slice already runs eagerly."""
 
     def attach(self, head: PreTrainedModel) -> TransformersLM:
-        from outpace.models.hf.head_lm import HeadLM  # which is a model with a runner
+        from outpace.models.hf.head_lm import HeadLM  # it imports this module
 
         return HeadLM.of_head(head)
 
@@ -128,7 +128,7 @@ class EagerRunner:
 
 
 class Stages:
-    """The spans of layers of one module that were run so far."""
+    """A cache of the layer spans of one module that have been run so far."""
 
     def __init__(self, module: PreTrainedModel):
         self.module = module
@@ -141,7 +141,7 @@ class Stages:
 
 
 def places(segments: Seq[Segment]) -> list[int]:
-    """The places of the nodes of all layouts among the tokens of a packed pass."""
+    """Return the positions of all layouts' nodes among the tokens of a packed pass."""
     nodes, at = list[int](), 0
     for segment in segments:
         nodes.extend(range(at + len(segment.pending), at + len(segment.tokens)))
@@ -150,7 +150,7 @@ def places(segments: Seq[Segment]) -> list[int]:
 
 
 def split(segments: Seq[Segment], logits: Tensor, recorded: dict[int, Tensor]) -> list[SegmentOutput]:
-    """What a pass gave for each segment; `logits` are of the nodes of all of them."""
+    """Split a pass's output by segment; `logits` has a row for each node of all segments."""
     outputs, at, node = [], 0, 0
     for segment in segments:
         count, fed = len(segment.tokens), len(segment.pending)

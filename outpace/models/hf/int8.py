@@ -1,6 +1,6 @@
-"""int8 weights: each row of a matrix as whole numbers with one scale. Activations and sums stay as they are.
+"""int8 weights: integers with one scale per matrix row. Activations and sums keep their dtype.
 
-A quantised model is a model of its own: its plain decoding is what its other methods are compared with.
+A quantised model is a model in its own right: its other methods are compared with its own plain decoding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Int8Linear(nn.Module):
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., k] times weight [n, k], transposed; the sum first, then the scale."""
+    """Multiply x [..., k] by the transpose of weight [n, k]: first the sum, then the scale."""
     out = (nn.functional.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
     return out if bias is None else out + bias.to(x.dtype)
 
@@ -48,7 +48,7 @@ LINEAR = torch.ops.outpace_int8.linear.default
 
 
 def linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Every linear layer, with the module that has it and its name there."""
+    """List every linear layer with its parent module and its name there."""
     return [
         (parent, name, child)
         for parent in model.modules()
@@ -58,7 +58,7 @@ def linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
 
 
 def quantize(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace every linear layer of this model by an int8 one; the embedding stays, also where the head shares it."""
+    """Replace every linear layer of this model with an int8 one; the embedding stays, even where the head shares it."""
     found = linears(model)
     if not found:
         raise UnsupportedModel(f"{type(model).__name__} has no linear layers to quantise")

@@ -1,4 +1,4 @@
-"""What a Transformers model can do besides being scored: its layers, its hidden states and its weights."""
+"""Capabilities of a Transformers model besides scoring: its layers, its hidden states and its weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TransformersLayers:
-    """The decoder layers of a model: slices of them, exits after them, what they cost."""
+    """The decoder layers of a model: slices, early exits and their share of the cost."""
 
     def __init__(self, lm: TransformersLM):
         self.lm = lm
@@ -32,7 +32,7 @@ class TransformersLayers:
         self.slices: dict[tuple[int, ...], TransformersLM] = {}
 
     def slice(self, layers: Seq[int], compile: bool = True) -> TransformersLM:
-        """Made once, unless it is not worth compiling."""
+        """Return a model of these layers. It is made once and cached, unless it should not be compiled."""
         if not compile:
             return self.lm.sliced(layers)
         if tuple(layers) not in self.slices:
@@ -45,7 +45,7 @@ class TransformersLayers:
         return EarlyExitLM(self.lm, count, self.first_layers) if exits is None else exits(count)
 
     def first_layers(self, segments: Seq[Segment], count: int) -> list[SegmentOutput]:
-        """A pass of the first layers and the head, with what leaves those layers as tap `count`."""
+        """Run the first `count` layers and the head; the output of these layers is returned as tap `count`."""
         out = self.lm.runner.span(LayerSpan(0, count), segments, None, places(segments))
         assert out.logits is not None
         return split(segments, out.logits, {count: out.states})
@@ -60,7 +60,7 @@ class TransformersLayers:
 
 
 class TransformersStates:
-    """The hidden states of a model's slots, and its embeddings."""
+    """The hidden states in a model's slots, and its embeddings."""
 
     def __init__(self, lm: TransformersLM):
         self.lm = lm
@@ -77,7 +77,7 @@ class TransformersStates:
 
 
 class TransformersWeights:
-    """The weights of a model, and what memory they and the cache take."""
+    """The weights of a model, and the memory that they and the cache take."""
 
     def __init__(self, lm: TransformersLM):
         self.lm = lm
@@ -90,7 +90,7 @@ class TransformersWeights:
 
     @cached_property
     def bytes(self) -> int:
-        """Bytes of all weights, those of layers outside a slice too."""
+        """Bytes of all weights, including layers outside a slice."""
         return weights(self.lm.model)
 
     def memory(self, tokens: int) -> MemoryNeed:
@@ -100,12 +100,13 @@ class TransformersWeights:
 
 
 def resume(runner: Runner, count: int, segments: Seq[Segment]) -> list[SegmentOutput]:
-    """A pass of `count` layers in which tokens enter at different layers: each span runs those that are there by then.
+    """Run a pass of `count` layers in which tokens enter at different layers.
 
-    The last span runs all segments, so its logits are those of the pass.
+    Each span of layers runs the tokens that have entered by then. The last span runs all segments, so its logits are
+    those of the pass.
     """
     nodes = places(segments)
-    states: dict[int, Tensor] = {}  # of each segment: of those of its tokens that run
+    states: dict[int, Tensor] = {}  # by segment: the states of its tokens that have entered
     logits = None
     cuts = {0, count, *(segment.resumed.layers for segment in segments if segment.resumed is not None)}
     for span in map(LayerSpan._make, pairwise(sorted(cuts))):

@@ -1,7 +1,7 @@
-"""TransformersLM: any Transformers causal model behind the loop, with our attention function and our cache.
+"""TransformersLM: a Transformers causal model as the engine's target or draft, with our attention function and cache.
 
 The user's model is never touched. We run a view of it: a copy of the module tree that shares every tensor, with its own
-config. All segments of a pass are packed into one sequence, so nothing is padded. How a pass runs is the runner's part.
+config. All segments of a pass are packed into one sequence, so nothing is padded. The `Runner` decides how a pass runs.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from outpace.models.hf.tolerance import agree
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import SlotLM
 
-PROBE = 8  # tokens of each text on which a runner is tried
+PROBE = 8  # tokens of each text on which a model is tested
 
 
 class TransformersLM(SlotLM):
     """A model whose attention goes through `AttentionInterface`: trees, ragged batches, packed passes."""
 
-    before = 0  # tokens of the text that are not in a slot
+    before = 0  # leading tokens of the text that are not in a slot
 
     def __init__(self, model: PreTrainedModel, layers: Seq[int] | None = None, cache_limit: int | None = None):
         super().__init__()
         known = windows(model.config)
-        assert known is not None, "`fitting` was not asked"
+        assert known is not None, "`fitting` was not called first"
         self.model = model
-        self.indices = list(layers) if layers is not None else list(range(len(known)))  # of its layers
+        self.indices = list(layers) if layers is not None else list(range(len(known)))  # of its layers in the model
         self.view = view(model, layers)
         self.windows = [known[i] for i in self.indices]
         self.vocab: int = model.config.get_text_config().vocab_size
@@ -52,8 +52,11 @@ class TransformersLM(SlotLM):
 
     @classmethod
     def fitting(cls, model: PreTrainedModel, cache_limit: int | None = None) -> Self | None:
-        """The model, if every layer attends through our function, and two short texts that are scored as one packed
-        pass, and then go on, get the logits that the model itself gives them."""
+        """Return the model as a `TransformersLM`, or None if it must run with its own cache.
+
+        Every layer has to attend through our function. Two short texts, scored as one packed pass and then continued,
+        have to get the logits that the model itself gives them.
+        """
         if not model._supports_attention_backend or windows(model.config) is None:
             return None
         lm = cls(model)
@@ -63,7 +66,7 @@ class TransformersLM(SlotLM):
         except torch.OutOfMemoryError:
             raise
         except (UnsupportedModel, TypeError, ValueError, AttributeError, LookupError, RuntimeError):
-            return None  # whatever it is that this model does differently, it can do so with a cache of its own
+            return None  # whatever this model does differently, it can do with its own cache
         lm.cache.measure()
         lm.clear()
         lm.cache.limit = cache_limit
@@ -81,7 +84,7 @@ class TransformersLM(SlotLM):
             self.keep([list(range(len(tree))) for tree in trees], slots)
         for slot in slots:
             self.release(slot)
-        # Only rounding may differ: a mask, a bias or a mixing of tokens that we do not know of changes far more.
+        # Only rounding may differ: an unknown mask, bias or mixing of tokens would change far more.
         return agree(torch.cat(ours, dim=1), theirs)
 
     @property
@@ -114,7 +117,7 @@ class TransformersLM(SlotLM):
         return ModelReference(view(self.model, self.indices))
 
     def sliced(self, layers: Seq[int]) -> TransformersLM:
-        """A new model of some of the layers, which runs eagerly."""
+        """Return a new model of some of the layers, which runs eagerly."""
         if not layers or any(not 0 <= i < len(self.indices) for i in layers):
             raise UsageError(f"a slice takes layers 0 to {len(self.indices) - 1}, got {list(layers)}")
         part = TransformersLM(self.model, [self.indices[i] for i in layers], self.cache.limit)
@@ -129,7 +132,7 @@ class TransformersLM(SlotLM):
         return self.runner.forward(segments, taps)
 
     def _resume(self, segments: Seq[Segment]) -> list[SegmentOutput]:
-        """A pass in which some tokens go on from where a draft has brought them."""
+        """Run a pass in which some tokens continue from the layer that an early-exit draft has reached."""
         for segment in segments:
             if (done := segment.resumed) is not None:
                 self.cache.move(segment.slot, segment.start + len(segment.pending), done.nodes, done.layers)
@@ -168,5 +171,5 @@ class TransformersLM(SlotLM):
         try:
             self.cache.copy(source, target, length)
         except CacheFull:
-            return False  # a prefill fills the target slot then, or says that there is no room
+            return False  # the prefill then fills the target slot, or reports that there is no room
         return True

@@ -1,4 +1,4 @@
-"""Reading a Transformers model from outside: a twin that shares its tensors, its decoder layers, its hidden states."""
+"""Access to parts of a Transformers model: decoder layers, hidden states, embeddings, twins that share its tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def twin(model: M) -> M:
-    """A copy of the module tree and the config that shares every tensor: ours to hook and to configure."""
+    """Copy the module tree and the config, sharing every tensor, so that we can hook and configure the copy."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared).eval()
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str]:
-    """The decoder, and the name of its stack of layers: the longest of the outermost module lists."""
+    """Return the decoder and the name of its layer stack, which is the longest of the outermost module lists."""
     modules = [model.get_decoder()]
     while modules:
         named = [(module, *child) for module in modules for child in module.named_children()]
@@ -38,7 +38,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str]:
 
 
 def layer_count(model: PreTrainedModel) -> int:
-    """The layers of its decoder; 0 for a model that has no list of them."""
+    """Return the number of decoder layers; 0 for a model without a list of them."""
     try:
         return len(getattr(*decoder_layers(model)))
     except UnsupportedModel:
@@ -46,8 +46,11 @@ def layer_count(model: PreTrainedModel) -> int:
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """The most tokens that a row can hold. Longrope turns every key of a pass by the length of its longest row, so
-    past its switching point a token would depend on what it is batched with, or drafted with: it is not passed."""
+    """Return the most tokens that a sequence can hold.
+
+    Longrope rotates every key of a pass by the length of the longest sequence. Past its switching point a token would
+    depend on what it is batched or drafted with, so sequences end there.
+    """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
@@ -57,8 +60,11 @@ def context_length(config: PreTrainedConfig) -> int:
 
 @contextmanager
 def recording(model: PreTrainedModel, taps: tuple[int, ...], row: int | None = 0) -> Iterator[dict[int, Tensor]]:
-    """Hidden states of a pass as Transformers numbers them: 0 the embeddings, i the output of layer i, the last one
-    after the final norm; negative taps count from the end. Of one row of the batch, or of all with None."""
+    """Record hidden states of a pass, for one sequence (`row`) of the batch, or for all of them if `row` is None.
+
+    Taps are numbered as in Transformers: 0 is the embeddings, i the output of layer i, and the last one comes after
+    the final norm. Negative taps count from the end.
+    """
     recorded: dict[int, Tensor] = {}  # tap -> [tokens, hidden], or [batch, tokens, hidden]
     handles: list[RemovableHandle] = []
     if not taps:
@@ -80,10 +86,10 @@ def recording(model: PreTrainedModel, taps: tuple[int, ...], row: int | None = 0
         for tap in taps:
             index = tap if tap >= 0 else len(stack) + 1 + tap
             if not 0 <= index <= len(stack):
-                raise UsageError(f"tap {tap} is not in a model of {len(stack)} layers")
+                raise UsageError(f"tap {tap} is out of range for a model of {len(stack)} layers")
             if index == len(stack):
                 handles.append(decoder.register_forward_hook(lambda _, a, out, tap=tap: record_output(tap, out)))
-            else:  # what leaves layer i enters layer i + 1
+            else:  # the output of layer i is the input of layer i + 1
                 hook = stack[index].register_forward_pre_hook
                 handles.append(hook(lambda _, args, kwargs, tap=tap: record_input(tap, args, kwargs), with_kwargs=True))
         yield recorded
@@ -93,7 +99,7 @@ def recording(model: PreTrainedModel, taps: tuple[int, ...], row: int | None = 0
 
 
 def view(model: PreTrainedModel, layers: Seq[int] | None = None) -> PreTrainedModel:
-    """The model, or some of its layers, on the same tensors."""
+    """Return a twin of the model, or of some of its layers, on the same tensors."""
     ours = twin(model)
     if layers is not None:
         decoder, name = decoder_layers(ours)
@@ -110,7 +116,7 @@ def view(model: PreTrainedModel, layers: Seq[int] | None = None) -> PreTrainedMo
 
 
 def windows(config: PreTrainedConfig) -> list[int | None] | None:
-    """The sliding window of each layer, None for full attention; None for a model with any other kind of layer."""
+    """Return each layer's sliding window (None: full attention), or None for a model with any other kind of layer."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if not kinds <= {"full_attention", "sliding_attention"} or getattr(text, "num_kv_shared_layers", None):
@@ -122,12 +128,12 @@ def windows(config: PreTrainedConfig) -> list[int | None] | None:
 
 
 def embeddings_of(model: PreTrainedModel) -> Embeddings | None:
-    """The matrices of a model; None for a model whose ends are no plain matrices of one width."""
+    """Return the embedding and output matrices, or None if these are not plain matrices of the same shape."""
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     given = [getattr(module, "weight", None) for module in (embed, head)]
     config = model.config.get_text_config()
     if getattr(config, "tie_word_embeddings", False) and given[0] is not None:
-        given[1] = given[0]  # a quantised head is a copy of them
+        given[1] = given[0]  # a quantised head is a copy of the embeddings
     if any(not isinstance(w, Tensor) or not w.is_floating_point() or w.dim() != 2 for w in given):
         return None
     ends = Embeddings(given[0].detach(), given[1].detach(), config)  # type: ignore[union-attr]
@@ -135,7 +141,7 @@ def embeddings_of(model: PreTrainedModel) -> Embeddings | None:
 
 
 def trim(config: PreTrainedConfig, layers: Seq[int]) -> None:
-    """Make this config, which must be ours, that of a model of these layers."""
+    """Make this config, which must be our own copy, describe a model of these layers."""
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [config.layer_types[i] for i in layers]
     config.num_hidden_layers = len(layers)

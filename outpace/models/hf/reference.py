@@ -1,4 +1,7 @@
-"""ModelReference: a Transformers model by itself, in its own precision and in a higher one."""
+"""ModelReference: plain forward passes of a Transformers model, which `outpace verify` compares the engine with.
+
+They run without our cache and attention, in the model's own precision and in a higher one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from transformers import PreTrainedModel
 
 
 class ModelReference:
-    """One plain pass over a whole text. The precise copy is made on first use, on a CPU if it fits nowhere else."""
+    """One pass over a whole text. The high-precision copy is made on first use, on the CPU if the device is full."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -23,7 +26,7 @@ class ModelReference:
 
     def precise(self, tokens: list[int], count: int) -> Tensor:
         if self._precise is None:
-            self._precise = _raised(self.model)
+            self._precise = _high_precision(self.model)
         return self._run(self._precise, tokens, count).double()
 
     @torch.no_grad()
@@ -33,8 +36,8 @@ class ModelReference:
         return model(input_ids=ids, use_cache=False, **options).logits[0, -count:]
 
 
-def _raised(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy in float32 of a 16-bit model, in float64 of any other."""
+def _high_precision(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy the model: in float32 if it is a 16-bit model, in float64 otherwise."""
     dtype = torch.float32 if model.dtype.itemsize <= 2 else torch.float64
     try:
         return copy.deepcopy(model).to(dtype)

@@ -1,7 +1,7 @@
-"""Models that keep their own kind of state, by snapshot and replay: hybrids, state-space models, unusual attention.
+"""SnapshotLM: hybrids, state-space models and models with unusual attention, run by snapshot and replay.
 
-Each slot has a Transformers cache of its own. A recurrent state cannot be cut back, so it is saved before a pass; when
-a draft was not accepted whole, the saved state returns and the accepted tokens ride on the next pass. Chains only.
+Each slot has its own Transformers cache. A recurrent state cannot be rolled back, so it is saved before a pass. If a
+draft is not fully accepted, the saved state is restored and the accepted tokens join the next pass. Chains only.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from outpace.models.memory import weights
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import RIDE, SlotLM
 
-PROBE = 16  # tokens of context in the trial of a model
+PROBE = 16  # context tokens when a model is probed
 
 
 class SkippedLayer(nn.Module):
-    """A layer that is left out."""
+    """A layer that a slice leaves out: it returns its input, as a tuple if `pair` is set."""
 
     def __init__(self, layer: nn.Module, pair: bool):
         super().__init__()
@@ -44,19 +44,19 @@ class SkippedLayer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("layer"), name)  # models ask a layer for its kind
+            return getattr(super().__getattr__("layer"), name)  # models read attributes of a layer, such as its type
 
 
 @dataclass
 class SavedState:
-    """A slot's state before nodes that may be rejected, and how many tokens that state has seen."""
+    """A slot's state before nodes that may be rejected, and the number of tokens that it has seen."""
 
     cache: Cache
     length: int
 
 
 class SnapshotLM(SlotLM):
-    """Any Transformers causal LM with a cache, one slot at a time."""
+    """Any Transformers causal LM with a cache, run one slot at a time."""
 
     trees = False
 
@@ -78,11 +78,14 @@ class SnapshotLM(SlotLM):
         self.saved: dict[int, SavedState] = {}
         self.resumes = self._probe()
         if not self.resumes:
-            self.chunk = self.max_length  # what follows the first chunk of a prompt would run one by one
+            self.chunk = self.max_length  # tokens after a prompt's first chunk would run one at a time
 
     @torch.no_grad()
     def _probe(self) -> bool:
-        """True when several tokens can follow a state in one pass; `UnsupportedModel` when none can be put back."""
+        """Return whether several tokens can follow a state in one pass.
+
+        Raise `UnsupportedModel` if a state cannot be restored.
+        """
         name = type(self.model).__name__
         tokens = [(11 + 7 * i) % self.vocab for i in range(PROBE + 4)]
         start, rest = tokens[:PROBE], tokens[PROBE:]
@@ -94,14 +97,14 @@ class SnapshotLM(SlotLM):
         except Exception as error:
             raise UnsupportedModel(f"{name} cannot be run with a Transformers cache: {error}") from error
         if apart(self._advance(self._fresh(), start[:-4]), first[:-4]) > 0.1:
-            raise UnsupportedModel(f"{name} is not causal: what it says of a token depends on the tokens after it")
+            raise UnsupportedModel(f"{name} is not causal: its logits at a token depend on the tokens after it")
         saved = _snapshot(cache)
         one_by_one = torch.cat([self._advance(cache, [token]) for token in rest])
         again = self._advance(_snapshot(saved), rest[:1])
         if all(_untouched(layer) for layer in cache.layers) or apart(again, one_by_one[:1]) > 0.01:
             raise UnsupportedModel(f"{name} keeps its state outside of a Transformers cache, which is not supported")
-        # Some start anew at every pass of more than one token. The two ways then differ by a part of what the context
-        # changes in the logits; else by rounding, which is far less.
+        # Some models restart from an empty state in every pass of more than one token. The two results then differ by
+        # a part of the context's effect on the logits; otherwise they differ by rounding, which is far less.
         context = apart(self._advance(self._fresh(), rest), one_by_one)
         return apart(self._advance(saved, rest), one_by_one) <= max(0.1 * context, 1e-4)
 
@@ -122,14 +125,14 @@ class SnapshotLM(SlotLM):
         return ModelReference(self.twin)
 
     def reserve(self, segments: Seq[Segment]) -> None:
-        """These caches grow by themselves."""
+        """Do nothing: these caches grow on demand."""
 
     @torch.no_grad()
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         try:
             return [self._forward(segment, taps) for segment in segments]
         except BaseException:
-            # A pass that broke off has moved some states and not others: no slot of it can be trusted.
+            # An interrupted pass has advanced some states and not others, so none of its slots can be trusted.
             for segment in segments:
                 slot = self.slots[segment.slot]
                 slot.pending = slot.tokens + slot.pending
@@ -141,7 +144,7 @@ class SnapshotLM(SlotLM):
         if segment.slot not in self.caches:
             self.caches[segment.slot] = self._fresh()
         cache = self.caches[segment.slot]
-        # A root alone is always kept, so plain decoding saves nothing, and neither does the root of a draft.
+        # A lone root is always kept, so neither plain decoding nor the root of a draft saves a state.
         if segment.layout is not None and len(segment.layout) > 1 and segment.slot not in self.saved:
             self.saved[segment.slot] = SavedState(_snapshot(cache), segment.start + segment.since)
         tokens, nodes = segment.tokens, len(segment.tokens) - len(segment.pending)
@@ -155,9 +158,8 @@ class SnapshotLM(SlotLM):
         return SegmentOutput(torch.cat(logits)[-nodes:] if segment.layout is not None else None, hidden)
 
     def release(self, slot: int) -> None:
-        if (
-            self.slots[slot].layout is not None
-        ):  # its nodes are in the state, and only the root is sure to be of the text
+        # The nodes of a layout are in the state, and only the root surely belongs to the text.
+        if self.slots[slot].layout is not None:
             self._cut_back(slot, [ROOT])
         super().release(slot)
 
@@ -168,7 +170,7 @@ class SnapshotLM(SlotLM):
             self._run([Segment(index, slot.length, slot.pending[: self.chunk])])
 
     def _cut_back(self, index: int, path: list[int]) -> None:
-        """Keep these nodes: in the state if they are all that it has seen, else as tokens that the next pass feeds."""
+        """Keep these nodes: in the state if it has seen no others, else as tokens that the next pass feeds."""
         slot, saved = self.slots[index], self.saved.pop(index, None)
         whole = len(path) == slot.scored
         super().keep_slot(index, path)
@@ -183,7 +185,7 @@ class SnapshotLM(SlotLM):
         slot.pending = wanted[length:]
 
     def commit(self, slot: int, path: list[int]) -> None:
-        """A chain that is kept whole stays where it was written."""
+        """Do nothing: a fully accepted chain stays where it was written."""
 
     def crop(self, slot: int, length: int) -> int:
         self.caches.pop(slot, None)
@@ -204,8 +206,11 @@ def _untouched(layer: object) -> bool:
 
 
 def _snapshot(cache: Cache) -> Cache:
-    """A cache that later passes of the original cannot change: keys and values are replaced as they grow, so they are
-    shared; other states sit in dicts and are written in place, so they are copied."""
+    """Copy a cache so that later passes of the original cannot change the copy.
+
+    Keys and values are replaced as they grow, so they are shared. Other states sit in dicts and are written in place,
+    so they are cloned.
+    """
     saved = copy.copy(cache)
     saved.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in saved.layers:
@@ -216,17 +221,17 @@ def _snapshot(cache: Cache) -> Cache:
 
 
 class SnapshotLayers:
-    """The layers of a model with a state of its own: some can be passed through."""
+    """The layers of a `SnapshotLM`; a slice passes through those that it leaves out."""
 
     def __init__(self, lm: SnapshotLM, count: int):
         self.lm, self.count = lm, count
 
     def slice(self, layers: Seq[int], compile: bool = True) -> LM:
-        """The other layers are passed through, so that none loses its number in the cache."""
+        """Return a model that passes through the other layers, so that each layer keeps its index in the cache."""
         if not layers or 0 not in layers or any(not 0 <= i < self.count for i in layers):
-            raise UsageError(f"a slice takes layers 0 to {self.count - 1}, the first among them, got {list(layers)}")
+            raise UsageError(f"a slice takes layers 0 to {self.count - 1} and must include layer 0, got {list(layers)}")
         model = self.lm.model
-        for pair in (False, True):  # what a layer returns is the model's own affair
+        for pair in (False, True):  # some models' layers return a tensor, others a tuple
             part = twin(model)
             decoder, name = decoder_layers(part)
             stack = enumerate(getattr(decoder, name))
@@ -240,7 +245,7 @@ class SnapshotLayers:
         raise UnsupportedModel(f"{type(model).__name__} cannot be run without some of its layers: {problem}")
 
     def early_exit(self, count: int) -> None:
-        """There is none: a state cannot go on from the first layers."""
+        """Return None: a state cannot continue from the first layers."""
 
     def cost_share(self, count: int) -> float:
         return count / self.count
@@ -252,7 +257,7 @@ class SnapshotLayers:
 
 
 class SnapshotStates:
-    """The hidden states of a model that keeps its own kind of state."""
+    """The hidden states and embeddings of a `SnapshotLM`."""
 
     def __init__(self, lm: SnapshotLM):
         self.lm = lm
@@ -269,7 +274,7 @@ class SnapshotStates:
 
 
 class SnapshotWeights:
-    """The weights of such a model; its caches grow by themselves, so what they will take is not known."""
+    """The weights of a `SnapshotLM`; its caches grow on demand, so their size is not known in advance."""
 
     def __init__(self, lm: SnapshotLM):
         self.lm, self.version = lm, 0

@@ -1,7 +1,7 @@
-"""Stages: some consecutive layers of a Transformers model as a pass of their own, on the model's own modules.
+"""Stage: consecutive decoder layers of a Transformers model as a forward pass of their own, on the model's own modules.
 
-Only the modules above the layers are copied, and shallowly, so a stage costs nothing and runs whatever its layers are,
-compiled ones too. What enters its first layer can be given: then embeddings are neither looked up nor scaled.
+Only the modules above the layers are copied, and shallowly. So a stage costs nothing and runs the layers as they are,
+compiled ones too. If the input of the first layer is given, embeddings are neither looked up nor scaled.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from outpace.models.hf.module import decoder_layers, trim
 
 
 class LayerSpan(NamedTuple):
-    """Layers from `first` up to, and without, `last`."""
+    """Layers from `first` up to, but excluding, `last`."""
 
     first: int
     last: int
 
 
 class StageOutputs(NamedTuple):
-    """What a stage gives."""
+    """The output of a stage."""
 
-    states: Tensor  # [tokens, hidden]: what leaves its last layer
-    logits: Tensor | None  # [nodes, vocab], if any were asked for
+    states: Tensor  # [tokens, hidden]: the output of its last layer
+    logits: Tensor | None  # [nodes, vocab], if any were requested
 
 
 class Stage:
-    """A span of the layers of a model, which must be ours; the head and the norm before it follow every span."""
+    """A span of a model's layers; the final norm and the head follow every span. The model must be our own copy."""
 
     def __init__(self, model: PreTrainedModel, span: LayerSpan):
         decoder, name = decoder_layers(model)
@@ -44,36 +44,36 @@ class Stage:
         self.decoder: nn.Module = parent
         self.layers = nn.ModuleList(getattr(decoder, name)[span.first : span.last])
         self.decoder._modules[name] = self.layers
-        kept = self.decoder.config
-        self.decoder.config = copy.deepcopy(kept)  # type: ignore[assignment]
-        self.decoder.config._attn_implementation = kept._attn_implementation  # type: ignore[union-attr]
+        original = self.decoder.config
+        self.decoder.config = copy.deepcopy(original)  # type: ignore[assignment]
+        self.decoder.config._attn_implementation = original._attn_implementation  # type: ignore[union-attr]
         trim(self.decoder.config, range(span.first, span.last))  # type: ignore[arg-type]
 
     def run(self, ids: Tensor, entering: Tensor | None, nodes: Tensor | None, **given: Any) -> StageOutputs:
-        """A pass; `nodes`, whose logits are wanted, may be None for none."""  # [tokens], [tokens, hidden], [nodes]
+        """Run a pass; `nodes` are those whose logits are needed, or None."""  # [tokens], [tokens, hidden], [nodes]
         if entering is None:
             given["input_ids"] = ids[None]
         else:
             given["inputs_embeds"] = entering[None]
-        with _between(self.layers, entering) as left:
+        with _hooked(self.layers, entering) as outputs:
             if nodes is None:
                 self.decoder(**given)
-                return StageOutputs(left[0], None)
+                return StageOutputs(outputs[0], None)
             logits = self.model(**given, logits_to_keep=nodes).logits[0]
-            return StageOutputs(left[0], logits)
+            return StageOutputs(outputs[0], logits)
 
 
 def _shallow(module: nn.Module) -> Any:
-    """A module that shares everything with this one, but can be given other children."""
+    """Copy a module so that its children can be replaced; everything else stays shared."""
     new = copy.copy(module)
     new._modules = dict(module._modules)
     return new
 
 
 @contextmanager
-def _between(layers: nn.ModuleList, entering: Tensor | None) -> Iterator[list[Tensor]]:
-    """Hand `entering` to the first layer, whatever the model made of it, and collect what leaves the last one."""
-    left: list[Tensor] = []
+def _hooked(layers: nn.ModuleList, entering: Tensor | None) -> Iterator[list[Tensor]]:
+    """Give `entering` to the first layer, whatever the model made of it, and collect the last layer's output."""
+    outputs: list[Tensor] = []
 
     def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert entering is not None
@@ -82,13 +82,13 @@ def _between(layers: nn.ModuleList, entering: Tensor | None) -> Iterator[list[Te
         return args, {**kwargs, "hidden_states": entering[None]}
 
     def collect(_: nn.Module, args: object, out: Any) -> None:
-        left.append((out[0] if isinstance(out, tuple) else out)[0])
+        outputs.append((out[0] if isinstance(out, tuple) else out)[0])
 
     handles = [layers[-1].register_forward_hook(collect)]
     if entering is not None:
         handles.append(layers[0].register_forward_pre_hook(replace, with_kwargs=True))
     try:
-        yield left
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
