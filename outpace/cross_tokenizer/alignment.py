@@ -37,13 +37,13 @@ class Pair:
         """Whether to draft in text: this works with any token, but cannot share the noise of a sampling target."""
         return self.overlap < (NEARLY_ALL if greedy else MOST)
 
-    def respell(self, tokens: list[int], guess: bytes) -> list[int]:
+    def respell(self, tokens: list[int], drafted: bytes) -> list[int]:
         """The target's tokens for the text that the draft predicts after `tokens`."""
         before = self._before(tokens)
         try:
-            whole = (before + guess).decode()
+            whole = (before + drafted).decode()
         except UnicodeDecodeError as error:  # the text ends inside a character, or is invalid
-            whole = (before + guess)[: error.start].decode()
+            whole = (before + drafted)[: error.start].decode()
         data = whole.encode()
         if not before or len(data) <= len(before):
             return self._alone(data[len(before) :])

@@ -18,7 +18,7 @@ class SizedDrafter(Drafter):
         given = (self.depth, self.nodes, self.width)
         if not all(isinstance(n, int) for n in given) or self.depth < 0 or self.nodes < 0 or self.width < 1:
             name, got = type(self).__name__.lower(), ", ".join(map(str, given))
-            raise UsageError(f"{name} needs whole numbers, depth >= 0, nodes >= 0 and width >= 1, got {got}")
+            raise UsageError(f"{name} needs depth >= 0, nodes >= 0 and width >= 1 as whole numbers, got {got}")
 
     @property
     def limit(self) -> Budget:  # type: ignore[override]
