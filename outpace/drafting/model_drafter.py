@@ -74,7 +74,7 @@ class DraftSlot(NamedTuple):
 class ModelDrafter(SizedDrafter):
     """A drafter that runs a model; a subclass chooses the model and declares the tree options."""
 
-    model_source: str | None = ""  # all of its nodes: they carry no source name of their own
+    model_source: str | None = ""  # "": all of its nodes, which carry no source name of their own
     unsettled: ClassVar[int] = 1  # tokens at the end of the text that may change before the next pass
 
     def lm(self, seq: Sequence) -> LM:
@@ -140,7 +140,8 @@ class ModelDrafter(SizedDrafter):
             return False
         growth.candidates += level
         growth.since, growth.depth = len(tree), growth.depth + 1
-        # If the draft samples from its own distribution, the draw to extend must not depend on the values: the first.
+        # If the draft samples from its own distribution, the draw to extend must not be chosen by its value: it is
+        # always the first.
         frontier = level[:1]
         if seq.verifier.shares_noise:
             frontier = sorted(level, key=lambda c: -c.reach)[: budget.width]
@@ -206,7 +207,7 @@ def _version(lm: LM) -> int:
 
 
 def _can(growth: TreeGrowth, lm: LM) -> bool:
-    """Whether the draft may draft here: its vocabulary and its context may be too small for the target's text."""
+    """Whether the draft can follow: the target's text may exceed its vocabulary or its context."""
     tokens, levels = growth.seq.tokens, growth.budget.levels
     return levels > 0 and max(tokens) < lm.vocab and len(tokens) + levels <= lm.max_length
 

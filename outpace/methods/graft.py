@@ -21,7 +21,7 @@ from outpace.drafting.rank_template import TemplateNode, template
 from outpace.drafting.successor_table import Successors
 from outpace.errors import UsageError
 
-SPARE = 3  # size of the template over `nodes`: some of its tokens are already in the tree, some unknown
+SPARE = 3  # size of the template, in `nodes`: some of its tokens are in the tree already, some are unknown
 
 
 @dataclass(eq=False)

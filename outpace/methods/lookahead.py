@@ -22,9 +22,8 @@ class LookaheadWindow:
     """The window of a request, and its n-gram pool."""
 
     levels: list[list[int]]  # [k][i]: the draft token for the position i + k + 1 after the root; the oldest level first
-    pool: dict[int, OrderedDict[tuple[int, ...], None]] = field(
-        default_factory=dict
-    )  # first token -> rest, oldest first
+    # First token of an n-gram -> the tokens after it, oldest first.
+    pool: dict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

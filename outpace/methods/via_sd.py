@@ -1,7 +1,7 @@
 """VIA-SD: a slim verifier (the target without some of its layers) judges draft tokens before the target does.
 
-The slim verifier accepts a draft token that is nearly as likely as its own best token, and replaces one that is less
-likely. Only for an unlikely one does the target run, in one pass over everything decided since its last pass. This is
+The slim verifier accepts a draft token that is nearly as likely as its own best token, and replaces one that it doubts.
+An unlikely one is left to the target, which then runs one pass over everything decided since its last pass. This is
 lossy. With `exact=True` the slim verifier decides nothing: it drops unlikely draft tokens and sorts the rest, and the
 target verifies all of them. The threshold then follows from its probabilities for the tokens that the target chose.
 """

@@ -248,5 +248,5 @@ def _settings(sampling: dict[str, Any]) -> str:
 
 
 def _short(prob: float) -> float | None:
-    """Round to six digits; None for a number that is not finite."""
+    """Round to six significant digits; None for a number that is not finite."""
     return float(f"{prob:.6g}") if math.isfinite(prob) else None
