@@ -289,7 +289,7 @@ def test_layers_are_left_out_evenly() -> None:
             kept = slim_layers.spread(count, skip)
             assert len(kept) == count - min(round(skip * count), max(0, count - 2))
             assert kept[0] == 0 and kept[-1] == count - 1
-    with pytest.raises(UsageError, match="between 0 and 1"):
+    with pytest.raises(UsageError, match="at least 0 and less than 1"):
         slim_layers.spread(4, 1.5)
 
 
