@@ -66,7 +66,7 @@ def test_a_request_carries_its_own_settings(toy: Model) -> None:
     ]
     short, long = toy.generate(requests)
     assert long.tokens[:3] == short.tokens
-    with pytest.raises(UsageError, match="put max_tokens into it"):
+    with pytest.raises(UsageError, match="set max_tokens in the Request"):
         toy.generate(requests[0], max_tokens=4)
 
 

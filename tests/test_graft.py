@@ -342,13 +342,13 @@ def test_wrong_files_are_one_line(traced: Traced, tmp_path: Path) -> None:
         assert done.exit_code in (1, 2)
         assert message in done.stderr.replace("\n", " ") and "Traceback" not in done.output
     for path, message in {
-        notes: "cannot read the calibration", tmp_path / "none": "cannot read", other: "not of this format",
+        notes: "cannot read the calibration", tmp_path / "none": "cannot read", other: "invalid section",
         traced.path: "cannot read the calibration",
     }.items():  # fmt: skip
         with pytest.raises(UsageError, match=message):
             registry.method("graft", calibration=str(path))
     tuning_file.write(other, {"via_sd": {"layers": [0]}})
-    with pytest.raises(UsageError, match="has nothing for 'graft', only for via_sd"):
+    with pytest.raises(UsageError, match="has no section for 'graft', only for via_sd"):
         registry.method("graft", calibration=str(other))
     other.write_text('{"format": "outpace-calibration", "version": 9}')
     with pytest.raises(UsageError, match="reads up to 1"):

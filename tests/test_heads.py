@@ -168,7 +168,12 @@ def test_a_template_is_the_same_in_every_tree() -> None:
 def test_a_template_from_how_often_ranks_were_right() -> None:
     text = parallel_trees.spell([[0.6, 0.2], [0.5, 0.1]], nodes=4)
     assert parallel_trees.parse(text) == [(0,), (0, 0), (1,), (1, 0)]
-    for wrong, message in {"0+1-0": "without", "0-0+0": "before", "0+x": "written as", "0--1": "written as"}.items():
+    for wrong, message in {
+        "0+1-0": "not its parent",
+        "0-0+0": "before",
+        "0+x": "no template",
+        "0--1": "no template",
+    }.items():
         with pytest.raises(UsageError, match=message):
             registry.method("medusa", template=wrong)
 

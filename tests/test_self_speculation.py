@@ -235,7 +235,7 @@ def test_layers_are_spelled_and_read():
     assert parse((4, 2)) == [4, 2] and parse(3) == [3] and spell([5]) == "5" and parse("") == []
     assert without(5, [1, 3]) == [0, 2, 4]
     for wrong in ("a", "3-", "-3", "1,2"):
-        with pytest.raises(UsageError, match="names no layers"):
+        with pytest.raises(UsageError, match="is not a list of layers"):
             parse(wrong)
     for gone in ([0], [5], [-1]):
         with pytest.raises(UsageError, match="can be left out"):
@@ -328,7 +328,7 @@ def test_layers_are_chosen_on_the_first_prompt():
         ({"method": "layerskip", "skip": -1}, "is not a number of layers"),
         ({"method": "layerskip", "skip": 1, "exit": 1}, "not both"),
         ({"method": "layerskip", "skip": "0-1"}, "1 to 2 can be left out"),
-        ({"method": "layerskip", "skip": "x"}, "names no layers"),
+        ({"method": "layerskip", "skip": "x"}, "is not a list of layers"),
         ({"method": "layerskip", "width": 0}, "layerskip needs depth"),
         ({"method": "layerskip:nodes=8+depth=2"}, "whole numbers"),
         ({"method": "pruned", "remove": 3}, "leaves no layer: this model has 3"),
@@ -441,7 +441,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ([], "with --remove, or which ones stay with --layers"),
         (["--remove", "1", "--layers", "0"], "with --remove, or which ones stay with --layers"),
         (["--layers", "0-7"], "layers 0 to 2"),
-        (["--layers", "first"], "names no layers"),
+        (["--layers", "first"], "is not a list of layers"),
         (["--remove", "1", "--by", "luck"], "unknown rule"),
     ):
         wrong = run(*arguments)

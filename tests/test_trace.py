@@ -113,7 +113,7 @@ def test_reasons_in_words() -> None:
     shape = {"tokens": [0, 1, 2, 3, 4, 5], "parents": [-1, 0, 0, 1, 2, 3]}
     record = PassRecord.from_line({**common, **shape, "path": [0, 1], "committed": [1, 9], "judged": [judged]})
     pieces = {1: "one", 9: " nine"}
-    assert reason(record, 0, pieces) == "the root: committed by the pass before"
+    assert reason(record, 0, pieces) == "the root: committed by the previous pass"
     assert reason(record, 1, pieces) == "accepted: the target chose it"
     assert reason(record, 2, pieces) == "rejected: the target chose 'one'"
     assert reason(record, 3, pieces) == "rejected: the target chose ' nine' (probability 0.250 against 0.750)"
@@ -208,9 +208,9 @@ HEADER = {"type": "header", "format": "outpace-trace", "version": 1}
         ("hello\n", "line 1 is not JSON"),
         ("[1, 2]\n", "line 1 is not a JSON object"),
         (json.dumps({**HEADER, "version": 2}) + "\n", "has version 2, but this Outpace reads up to 1: update Outpace"),
-        (json.dumps(HEADER) + '\n{"type": "request", "id": 0}\n', "line 2 is not of this format"),
-        (json.dumps(HEADER) + '\n{"type": "pass", "request": 0}\n', "line 2 is not of this format"),
-        (json.dumps(HEADER) + '\n{"id": 0}\n', "line 2 is not of this format"),
+        (json.dumps(HEADER) + '\n{"type": "request", "id": 0}\n', "line 2 is not a valid trace record"),
+        (json.dumps(HEADER) + '\n{"type": "pass", "request": 0}\n', "line 2 is not a valid trace record"),
+        (json.dumps(HEADER) + '\n{"id": 0}\n', "line 2 is not a valid trace record"),
     ],
 )
 def test_other_files_are_refused(content: str, message: str, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_it_is_called_lossy_unless_exact(toy: Model, toy_draft: LM, tmp_path: Pa
     request = read(tmp_path / "t.jsonl").requests[0]
     assert not request.lossless and request.verifier == "tiered"
     said = {reason(p, node, {}) for p in request.passes for node in p.path[1:]}
-    assert "accepted unasked: the method vouched for it" in said
+    assert "accepted without the target: the method vouched for it" in said
 
 
 def test_its_price_is_stated_and_its_exact_form_is_proven(toy: Model, toy_draft: LM) -> None:
@@ -268,7 +268,7 @@ def test_a_model_that_cannot_be_cut_is_refused(toy_draft: LM) -> None:
         ({"block": 0}, "block >= 1"),
         ({"skip": 1.0}, "skip < 1"),
         ({"layers": "0-1", "calibration": "c.json"}, "not from both"),
-        ({"layers": "0-x"}, "names no layers"),
+        ({"layers": "0-x"}, "is not a list of layers"),
         ({"calibration": "none.json"}, "cannot read the calibration"),
     ],
 )
@@ -289,14 +289,14 @@ def test_layers_are_left_out_evenly() -> None:
             kept = slim_layers.spread(count, skip)
             assert len(kept) == count - min(round(skip * count), max(0, count - 2))
             assert kept[0] == 0 and kept[-1] == count - 1
-    with pytest.raises(UsageError, match="between 0 and 1"):
+    with pytest.raises(UsageError, match="at least 0 and less than 1"):
         slim_layers.spread(4, 1.5)
 
 
 def test_layers_are_read() -> None:
     assert layers.parse("0-2+5+7-8") == [0, 1, 2, 5, 7, 8]
     for wrong in ("a", "1-", "-3", "1,2"):
-        with pytest.raises(UsageError, match="names no layers"):
+        with pytest.raises(UsageError, match="is not a list of layers"):
             layers.parse(wrong)
 
 
@@ -321,7 +321,7 @@ def test_a_search_finds_the_layers_that_do_nothing(cost: slim_layers.Cost) -> No
     assert found.layers == [0, 2, 3, 5] and found.cost == pytest.approx(0.0, abs=1e-9)
     assert found.agreement == 1.0
     assert found.even > 0 and slim_layers.search(lm.layers, texts, skip=1 / 3, cost=cost) == found
-    with pytest.raises(UsageError, match="texts of two tokens"):
+    with pytest.raises(UsageError, match="texts of at least two tokens"):
         slim_layers.search(lm.layers, [[1]])
 
 
@@ -357,7 +357,7 @@ def test_layers_go_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     wrong = runner.invoke(app, asked)
     assert wrong.exit_code == 2 and "they are of another model" in wrong.stderr.replace("\n", " ")
     tuning_file.write(path, {"via_sd": {}})
-    with pytest.raises(UsageError, match="names no layers"):
+    with pytest.raises(UsageError, match="has no list of layers"):
         model.generate([1, 2], method="via_sd", calibration=str(path), max_tokens=2)
 
 

@@ -128,10 +128,10 @@ def test_a_page_is_written_whole_or_not_at_all(
 
 def test_records_that_contradict_themselves_are_an_error_in_words(tmp_path: Path) -> None:
     lines = Lines({0: "a"}).add([0, 0], [-1, 7], [0], [0])
-    with pytest.raises(OutpaceError, match="contradicts the format"):
+    with pytest.raises(OutpaceError, match="contradicts its format"):
         page.describe(read(lines.write(tmp_path / "trace.jsonl")))
     lines = Lines({0: "a"}).add([0], [-1], [0], [0], at=float("nan"))
-    with pytest.raises(OutpaceError, match="a number that JSON does not know"):
+    with pytest.raises(OutpaceError, match="a number that JSON cannot represent"):
         page.html(page.describe(read(lines.write(tmp_path / "trace.jsonl"))))
 
 

@@ -1,1 +1,1 @@
-"""What users hold: load, Model, Request, Stream."""
+"""The public API: load, Model, Request, Stream."""

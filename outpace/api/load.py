@@ -1,6 +1,6 @@
-"""load and wrap: a demo name, a folder, a hub id, a GGUF file or a Transformers model becomes a `Model`.
+"""load and wrap: make a `Model` from a demo name, a folder, a hub id, a GGUF file or a Transformers model.
 
-`registry.LOADERS` says which loader takes which name. A package of your own adds one through the entry point group
+`registry.LOADERS` maps names to loaders. Your own package can add a loader through the entry point group
 "outpace.loaders".
 """
 
@@ -27,14 +27,14 @@ def load(
     compile: bool | None = None,
     quantize: str | None = None,
 ) -> Model:
-    """A model by demo name, folder, hub id or GGUF file; no code of a checkpoint is ever run.
+    """Load a model by demo name, folder, hub id or GGUF file; code from a checkpoint is never run.
 
-    `dtype` defaults to float32 on a CPU, where smaller ones are slower, and to the checkpoint's own elsewhere.
-    `kv_cache_bytes` bounds the key-value cache. `bitwise=True` makes all passes of one shape, so that results have the
-    same bits in every dtype, with or without speculation, in any batch (docs/internals/exactness.md); GGUF files are
+    `dtype` defaults to float32 on a CPU, where smaller types are slower, and to the checkpoint's own type elsewhere.
+    `kv_cache_bytes` limits the key-value cache. `bitwise=True` runs all passes in one shape, so that results have the
+    same bits in every dtype, with or without speculation, in any batch (docs/internals/exactness.md). GGUF files are
     bitwise unless `bitwise=False` lets llama.cpp reorder weights (docs/guide/gguf.md). `compile=False` runs the layers
-    as they are; by default the layers of a large model are compiled (docs/internals/speed.md). `quantize="int8"` keeps
-    the weights of linear layers as int8: less to read, and slightly another model.
+    uncompiled; by default the layers of a large model are compiled (docs/internals/speed.md). `quantize="int8"` stores
+    the weights of linear layers as int8: there is less to read, but the model changes slightly.
     """
     options = LoadOptions(dtype, device, kv_cache_bytes, bitwise, compile, quantize)
     model: Model = registry.loader(str(name))(str(name), options)
@@ -50,7 +50,7 @@ def wrap(
     bitwise: bool = False,
     compile: bool | None = None,
 ) -> Model:
-    """A Transformers model that is already in memory; it is not changed."""
+    """Wrap a Transformers model that is already in memory, without changing it."""
     from outpace.models.adapt import adapt
 
     lm = adapt(model, kv_cache_bytes, bitwise, compile)

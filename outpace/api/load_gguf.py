@@ -1,4 +1,4 @@
-"""Loads GGUF files; the tokenizer and the chat template of a file come with it."""
+"""Loads GGUF files, with the tokenizer and the chat template that they contain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outpace.models.gguf.tokenizer import tokenizer
 
 
 def load(name: str, options: LoadOptions) -> Model:
-    """The device is cpu, or any other name for all layers on the GPU that this build of llama.cpp has."""
+    """Load a GGUF file. The device is cpu, or any other name to put all layers on the GPU of this llama.cpp build."""
     if options.dtype is not None or options.quantize is not None or options.compile is not None:
         raise UsageError(
             "a GGUF file is run as it is: dtype, quantize, compile and training are for Transformers models"

@@ -1,4 +1,4 @@
-"""LoadOptions: how a model is loaded, as every loader gets it."""
+"""LoadOptions: the options of `load`, as every loader receives them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What a user chose; None leaves the choice to the loader."""
+    """The user's choices; None leaves a choice to the loader."""
 
     dtype: str | torch.dtype | None = None
     device: str | torch.device | None = None

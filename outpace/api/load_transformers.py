@@ -1,4 +1,4 @@
-"""Loads Transformers checkpoints: demo weights, folders and hub ids."""
+"""Loads Transformers checkpoints: demo models, folders and hub ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(name: str, options: LoadOptions) -> Model:
     except (OSError, ValueError) as error:
         known = ", ".join(demo_weights.SHELF)
         raise OutpaceError(
-            f"cannot load {name!r}: it is no demo model ({known}), and as a folder or hub id: {error}"
+            f"cannot load {name!r}: it is not a demo model ({known}), and as a folder or hub id it fails: {error}"
         ) from error
     if options.quantize is not None:
         model = _quantized(model, options.quantize)
@@ -51,5 +51,5 @@ def _quantized(model: Any, kind: str) -> Any:
     from outpace.models.hf.int8 import quantize
 
     if kind != "int8":
-        raise UsageError(f"quantize={kind!r} is not known; int8 is")
+        raise UsageError(f"quantize={kind!r} is unknown; use int8")
     return quantize(model)

@@ -1,4 +1,4 @@
-"""Model: what `load` and `wrap` give: generate, and stream."""
+"""Model: a target model that generates and streams, as `load` and `wrap` return it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Model:
         self.stop_token_ids = frozenset(stop_token_ids)
         self.name = name
         self.engine = Engine(lm)
-        self._methods: dict[Any, Drafter] = {}  # so that what a method learned serves the next call
+        self._methods: dict[Any, Drafter] = {}  # kept, so that a method uses in the next call what it learned
         self._drafts: dict[tuple[int, int], tuple[NamedModel, LM]] = {}
         self._costs: Costs | None = None
         self._compilers: dict[frozenset[int], GrammarCompiler] = {}
 
     @property
     def max_batch(self) -> int:
-        """How many requests run at a time; further ones wait."""
+        """The maximum number of requests that run at a time; further ones wait."""
         return self.engine.scheduler.max_batch
 
     @max_batch.setter
@@ -56,11 +56,11 @@ class Model:
         self.engine.scheduler.max_batch = count
 
     def generate(self, prompt: Any, *, trace: str | Path | TraceWriter | None = None, **settings: Any) -> Any:
-        """Complete one prompt, or a list of them as one batch; `n` samples of one prompt come as a list.
+        """Complete one prompt, or a list of prompts as one batch; `n` samples of one prompt are returned as a list.
 
-        Settings are the fields of `Request` and of `Sampling`, and the options of the method. `trace` is a file, or a
-        writer that several calls share. Calls from several threads share passes, and each gets the text that it would
-        get alone.
+        The settings are the fields of `Request` and of `Sampling`, and the options of the method. `trace` is a file
+        path, or a writer that several calls share. Calls from several threads share passes, and each returns the text
+        that it would return alone.
         """
         requests, many = self._requests(prompt, settings)
         opened = TraceWriter(trace, self.tokenizer, self.name) if isinstance(trace, str | Path) else nullcontext(trace)
@@ -70,14 +70,15 @@ class Model:
         return _results(stream, many)
 
     def stream(self, prompt: Any, *, trace: TraceWriter | None = None, **settings: Any) -> Stream:
-        """The same, as it comes: one piece per pass of each prompt. Closing the stream cancels the rest.
+        """Like `generate`, but return a stream: one chunk per pass of each prompt. Closing the stream cancels the rest.
 
-        The text is written whether or not it is read; `for` reads it in a thread, `async for` in an event loop.
+        The text is generated whether or not it is read. Read it with `for` in a thread, or with `async for` in an event
+        loop.
         """
         return self._stream(self._requests(prompt, settings)[0], trace)
 
     async def agenerate(self, prompt: Any, **settings: Any) -> Any:
-        """`generate` in an event loop; a task that is cancelled cancels its requests."""
+        """Run `generate` in an event loop; cancelling the task cancels its requests."""
         requests, many = self._requests(prompt, settings)
         stream = await asyncio.to_thread(self._stream, requests, None, True)  # preparing a method may take a while
         try:
@@ -88,7 +89,7 @@ class Model:
         return _results(stream, many)
 
     async def astream(self, prompt: Any, **settings: Any) -> AsyncIterator[Chunk]:
-        """`stream` in an event loop; leaving the loop over it cancels the rest."""
+        """Run `stream` in an event loop; leaving the loop over it cancels the rest."""
         stream = await asyncio.to_thread(self.stream, prompt, **settings)
         try:
             async for piece in stream:
@@ -97,17 +98,17 @@ class Model:
             stream.cancel()
 
     def clear_cache(self) -> None:
-        """Forget the texts of requests that have ended: the next one is computed from its first token on."""
+        """Drop the cached texts of finished requests: the next request is computed from its first token on."""
         self.worker.call(self.lm.clear)
 
     def weights_changed(self) -> None:
-        """The weights have changed, in place: use nothing that was computed with the old ones."""
+        """Declare that the weights have changed in place: drop everything that was computed with the old ones."""
         weights = self.lm.weights
         self.worker.call(self.lm.clear if weights is None else weights.changed)
 
     @property
     def worker(self) -> Worker:
-        """The thread that runs this model's passes, whoever asks for them."""
+        """The thread that runs this model's passes for all callers."""
         return self.lm.worker
 
     def _stream(self, requests: list[Request], trace: TraceWriter | None, whole: bool = False) -> Stream:
@@ -116,11 +117,11 @@ class Model:
         return Stream(self, seqs, trace, whole)
 
     def submit(self, seqs: Seq[Sequence], trace: TraceWriter | None = None) -> None:
-        """Queue requests, or refuse them all; each tells its listener what happens to it. From any thread."""
+        """Queue requests, or refuse them all; events go to each request's listener. Call it from any thread."""
         for seq in seqs:
             for lm in seq.drafter.models():
                 self.worker.join(lm.worker)
-            for part in (seq.drafter, seq.policy, seq.verifier):  # what they learn is learned on one thread
+            for part in (seq.drafter, seq.policy, seq.verifier):  # they learn on a single thread
                 self.worker.join(vars(part).setdefault("_worker", self.worker))
         try:
             self.worker.call(partial(self._submit, seqs, trace))
@@ -129,7 +130,7 @@ class Model:
             raise
 
     def cancel(self, seqs: Seq[Sequence]) -> None:
-        """End requests soon; from any thread, and it does not wait."""
+        """End requests soon, without waiting. Call it from any thread."""
         if not all(seq.finished for seq in seqs):
             self.worker.post(partial(self._cancel, seqs))
 
@@ -163,11 +164,11 @@ class Model:
         return [Request.from_keywords(p, settings) for p in ([prompt] if single else prompt)], not single
 
     def sequence(self, request: Request, stream: int = 0) -> Sequence:
-        """The request as the engine takes it; `stream` tells the samples of one prompt apart."""
+        """Convert a request for the engine; `stream` distinguishes the samples of one prompt."""
         tokens = encode(request.prompt, self.tokenizer, self.lm.vocab)
         room = self.lm.max_length - len(tokens)
         if room < 1:
-            raise UsageError(f"the prompt has {len(tokens)} tokens and the model holds {self.lm.max_length}")
+            raise UsageError(f"the prompt has {len(tokens)} tokens, but the model holds at most {self.lm.max_length}")
         stops = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self.stop_token_ids)
         rules = Constraints(
             request.min_tokens, tuple(sorted(stops)), self._bad_words(request), tuple(request.logits_processors),
@@ -187,7 +188,7 @@ class Model:
         )
 
     def method(self, request: Request) -> Drafter:
-        """The drafter of a request; the same name and options give the same object, with all it has learned."""
+        """The drafter of a request. The same name and options return the same object, with all that it has learned."""
         if isinstance(request.method, Drafter):
             return request.method
         name, options = request.method, dict(request.options)
@@ -199,14 +200,14 @@ class Model:
         return self._methods[key]
 
     def policy(self, request: Request) -> Policy:
-        """The policy of a request: its own, or the one that its method asks for."""
+        """The policy of a request: its own, or the default of its method."""
         given = self.method(request).policy if request.policy is None else request.policy
         found: Policy = self._named(given, registry.policy)
         return found
 
     @property
     def costs(self) -> Costs | None:
-        """What a pass takes here, measured on first use; None while there is no room to measure it."""
+        """The cost of a pass on this machine, measured on first use; None while there is no memory to measure it."""
         return self._measured() if self.worker.here else self.worker.call(self._measured)
 
     def _measured(self) -> Costs | None:
@@ -218,9 +219,9 @@ class Model:
         return self._costs
 
     def draft_of(self, draft: Model | LM) -> LM:
-        """The draft as our tokens see it; a bare LM is taken to have the same ones."""
+        """The draft in terms of this model's tokens; a bare LM is assumed to have the same tokens."""
         if isinstance(draft, str | Path):
-            raise UsageError(f"a draft is a model that was loaded: draft=outpace.load({str(draft)!r})")
+            raise UsageError(f"a draft must be a loaded model; pass draft=outpace.load({str(draft)!r})")
         if not isinstance(draft, Model):
             return draft
         key = id(draft.lm), id(draft.tokenizer)
@@ -230,7 +231,7 @@ class Model:
         return self._drafts[key][1]
 
     def _named(self, given: Any, make: Callable[..., Any]) -> Any:
-        """An object, or one made from "name" or "name:option=value,option=value"."""
+        """Return the given object, or make one from "name" or "name:option=value,option=value"."""
         if not isinstance(given, str):
             return given
         key = (make.__name__, given)
@@ -252,8 +253,8 @@ class Model:
         for word in request.bad_words:
             if isinstance(word, str):
                 if self.tokenizer is None:
-                    raise UsageError("bad_words need a tokenizer; pass token sequences")
-                # A word is spelled differently at the start of a text and after a space.
+                    raise UsageError("bad_words as text need a tokenizer; pass token sequences instead")
+                # A word has different tokens at the start of a text and after a space.
                 forms = {tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in (word, " " + word)}
                 out += [form for form in forms if form]
             else:

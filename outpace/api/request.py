@@ -1,4 +1,4 @@
-"""Request: one prompt, and everything that can be set for it."""
+"""Request: one prompt and its settings."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and everything that can be set for it; `generate` and `stream` take the same names as keywords."""
+    """One prompt and all its settings; `generate` and `stream` take the same names as keywords."""
 
     prompt: Prompt
     method: str | Drafter = "auto"  # also "name:option=value,..."
     draft: Model | LM | None = None
     policy: str | Policy | None = None  # None: "auto" for the method "auto", else "fixed"
-    verifier: str | Verifier | None = None  # None: what the method asks for, "match" for nearly all
+    verifier: str | Verifier | None = None  # None: the default of the method, "match" for nearly all
     max_tokens: int = 256
     min_tokens: int = 0
     stop: str | Seq[str] = ()
@@ -39,14 +39,12 @@ class Request:
     ignore_eos: bool = False
     bad_words: Seq[str | Seq[int]] = ()  # words, or token sequences, that must not appear
     logprobs: int | None = None
-    processed_logprobs: bool = False  # of the distribution that was sampled, after all settings, not of the model's own
+    processed_logprobs: bool = False  # from the sampling distribution, after all settings, not from the model's own
     n: int = 1
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None  # a grammar in llguidance's Lark syntax
-    logits_processors: Seq[
-        Callable[[Tensor, Tensor], Tensor]
-    ] = ()  # Transformers' LogitsProcessor objects, as they are
+    logits_processors: Seq[Callable[[Tensor, Tensor], Tensor]] = ()  # such as Transformers' LogitsProcessor objects
     sampling: Sampling = field(default_factory=Sampling)
     options: dict[str, Any] = field(default_factory=dict)  # of the method
 
@@ -56,14 +54,14 @@ class Request:
         constraints = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
         given = [name for name, source in constraints.items() if source is not None]
         if len(given) > 1:
-            raise UsageError(f"one constraint at a time, not {' and '.join(given)}")
+            raise UsageError(f"a request takes one constraint at a time, not {' and '.join(given)}")
 
     @classmethod
     def from_keywords(cls, prompt: Prompt | Request, given: dict[str, Any]) -> Request:
-        """A request from keywords: sampling settings and the method's options are sorted out of them."""
+        """Make a request from keywords, which include sampling settings and the method's options."""
         if isinstance(prompt, Request):
             if given:
-                raise UsageError(f"a Request carries its own settings; put {', '.join(given)} into it")
+                raise UsageError(f"a Request has its own settings; set {', '.join(given)} in the Request")
             return prompt
         own = {f.name for f in dataclasses.fields(cls)} - {"prompt", "sampling", "options"}
         sampled = {f.name for f in dataclasses.fields(Sampling)}

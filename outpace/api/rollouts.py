@@ -1,8 +1,7 @@
-"""Rollouts: samples for reinforcement learning, with the log-probabilities of the distribution that they were drawn
-from.
+"""Rollouts: samples for reinforcement learning, with their log-probabilities under the sampling distribution.
 
-A method guesses, and the target keeps its distribution: `residual` accepts the most where a head draws its guesses too.
-What a sample's tokens are likely is known from the passes that verified them, so no second pass is needed for it.
+Speculation keeps the target's distribution. The verifier `residual` accepts the most where a head samples its draft
+tokens too. The log-probabilities come from the passes that verified the tokens, so they need no second pass.
 """
 
 from __future__ import annotations
@@ -27,16 +26,14 @@ from outpace.text import Prompt, encode
 class Rollout:
     """One sample of one prompt."""
 
-    prompt: int  # which of the prompts
+    prompt: int  # index of the prompt
     prompt_tokens: list[int]
     tokens: list[int]
-    logprobs: list[
-        float
-    ]  # of each token, in the distribution that was sampled: after temperature, filters and penalties
+    logprobs: list[float]  # of each token, under the sampling distribution: after temperature, filters and penalties
     entropies: list[float]  # of that distribution at each token, in nats
     text: str
     finish_reason: FinishReason | None
-    stats: Stats  # `acceptance_by_depth` is by the position of a guess
+    stats: Stats  # `acceptance_by_depth` is by the position of a draft token
     error: str | None = None  # why it ended early, if it did
 
 
@@ -50,10 +47,10 @@ def rollout(
     temperature: float = 1.0,
     **settings: Any,
 ) -> list[Rollout]:
-    """Draw `n` samples of each prompt, those of one prompt side by side; settings are those of `Model.generate`.
+    """Draw `n` samples of each prompt, grouped by prompt; the settings are those of `Model.generate`.
 
-    The weights may have changed since the last call, in place. All samples are independent of each other: `seed`, 0
-    unless given, stands for all of them, so give another one in every step.
+    The weights may have changed in place since the last call. All samples are independent of each other. `seed`
+    (default 0) determines all of them, so pass a different one in every step.
     """
     if isinstance(prompts, str) or not isinstance(prompts, Seq) or not prompts:
         raise UsageError("rollouts need a list of prompts")
@@ -71,7 +68,7 @@ def rollout(
 
 
 def merged(rollouts: Seq[Rollout]) -> Stats:
-    """What speculation did in all of them; its times are those of one call, not a sum."""
+    """Merge the statistics of all rollouts; the times are those of one call, not a sum."""
     stats = Stats()
     for each in rollouts:
         stats = stats.merge(each.stats)
@@ -80,7 +77,7 @@ def merged(rollouts: Seq[Rollout]) -> Stats:
 
 
 def _mixed(seed: int, prompt: int) -> int:
-    """A seed for each prompt that no other seed or prompt has: else prompts of one length would share their noise."""
+    """A separate seed for each seed and prompt; otherwise prompts of the same length would share their noise."""
     return random.Random(f"{seed}/{prompt}").getrandbits(63)
 
 

@@ -1,4 +1,4 @@
-"""Stream: the pieces of one or more requests as they come. What a request gave is its Completion."""
+"""Stream: yields the output of one or more requests in chunks. The result of a request is its Completion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request gave."""
+    """The result of a request."""
 
     text: str
     tokens: list[int]
@@ -52,25 +52,25 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one pass added to a stream."""
+    """The output that one pass added to a stream."""
 
     text: str
     spans: list[tuple[str, bool]]  # the same text in spans: True where it came from accepted draft tokens
     tokens: list[int]
     step: Step | None
-    index: int = 0  # which prompt
-    completion: Completion | None = None  # with the last piece
+    index: int = 0  # which request of the stream
+    completion: Completion | None = None  # with the last chunk of a request
 
 
 class EndOfMail:
-    """Ends a mailbox: nothing comes after it."""
+    """Marks the end of a mailbox: nothing comes after it."""
 
 
 Mail = Chunk | Exception | EndOfMail
 
 
 class Mailbox:
-    """Passes pieces from the engine's thread to a reader, which waits in a thread or in an event loop."""
+    """Passes chunks from the engine's thread to a reader, which waits in a thread or in an event loop."""
 
     def __init__(self) -> None:
         self._mail: SimpleQueue[Mail] = SimpleQueue()
@@ -88,7 +88,7 @@ class Mailbox:
         arrived, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop was closed, so no reader waits any more
                 loop.call_soon_threadsafe(arrived.set)
 
         self._wake = wake
@@ -102,15 +102,15 @@ class Mailbox:
 
 @dataclass
 class Listener:
-    """Turns the events of one request into pieces, on the engine's thread."""
+    """Turns the events of one request into chunks, on the engine's thread."""
 
     index: int
     mailbox: Mailbox
     trace: TraceWriter | None
-    whole: bool  # only the last piece is wanted
+    whole: bool  # only the last chunk is needed
 
     def __call__(self, event: Event) -> None:
-        """An error here, such as a full disk under a trace, is the reader's."""
+        """Handle an event. An error here, such as a full disk while tracing, is raised in the reader."""
         seq = event.seq
         try:
             if self.trace is not None:
@@ -118,11 +118,11 @@ class Listener:
             if seq.cause is not None:
                 self.mailbox.put(seq.cause)
             elif seq.finished or not self.whole:
-                self.mailbox.put(self._piece(event))
+                self.mailbox.put(self._chunk(event))
         except Exception as error:
             self.mailbox.put(error)
 
-    def _piece(self, event: Event) -> Chunk:
+    def _chunk(self, event: Event) -> Chunk:
         seq, tokens = event.seq, [] if event.step is None else event.step.tokens
         runs: list[tuple[str, bool]] = []
         if isinstance(seq.watcher, TextStream):
@@ -135,31 +135,31 @@ class Listener:
 
 
 class Stream(Iterator[Chunk]):
-    """Pieces of one or more requests as they come; `completions` is what has been read of each.
+    """Yields the output of one or more requests in chunks; `completions` holds what has been read of each.
 
-    The requests run whether or not anyone reads. Closing the stream, or dropping it, cancels what still runs.
+    The requests run whether or not the stream is read. Closing or dropping the stream cancels what still runs.
     """
 
     def __init__(self, model: Model, seqs: list[Sequence], trace: TraceWriter | None = None, whole: bool = False):
         self._model, self._seqs = model, seqs
         self._mailbox = Mailbox()
-        self._read = [(0, "")] * len(seqs)  # tokens and text of each request that the reader has
+        self._read = [(0, "")] * len(seqs)  # of each request: the number of tokens and the text that have been read
         self._ended: dict[int, Completion] = {}
         self._closed = False
         for i, seq in enumerate(seqs):
             seq.listener = Listener(i, self._mailbox, trace, whole)
             seq.watched = trace is not None
         model.submit(seqs, trace)
-        # Nothing on the engine's thread refers to the stream, so one that is dropped is collected.
+        # Nothing on the engine's thread refers to the stream, so a dropped stream is garbage-collected.
         weakref.finalize(self, model.cancel, seqs).atexit = False
 
     def __next__(self) -> Chunk:
         if self._over:
             raise StopIteration
-        piece = self._take(self._mailbox.get())
-        if piece is None:
+        chunk = self._take(self._mailbox.get())
+        if chunk is None:
             raise StopIteration
-        return piece
+        return chunk
 
     def __aiter__(self) -> Stream:
         return self
@@ -167,14 +167,14 @@ class Stream(Iterator[Chunk]):
     async def __anext__(self) -> Chunk:
         if self._over:
             raise StopAsyncIteration
-        piece = self._take(await self._mailbox.wait())
-        if piece is None:
+        chunk = self._take(await self._mailbox.wait())
+        if chunk is None:
             raise StopAsyncIteration
-        return piece
+        return chunk
 
     def _take(self, mail: Mail) -> Chunk | None:
         if isinstance(mail, EndOfMail):
-            self._mailbox.put(mail)  # for other threads that read
+            self._mailbox.put(mail)  # for other reading threads
             return None
         if isinstance(mail, Exception):
             self.cancel()
@@ -190,14 +190,14 @@ class Stream(Iterator[Chunk]):
         return self._closed or len(self._ended) == len(self._seqs)
 
     def cancel(self) -> None:
-        """Cancel what still runs, soon; does not wait."""
+        """Cancel what still runs, without waiting."""
         if not self._over:
             self._closed = True
             self._model.cancel(self._seqs)
             self._mailbox.put(EndOfMail())
 
     def close(self) -> None:
-        """Cancel what still runs; its rows are free again when this returns."""
+        """Cancel what still runs, and wait until its cache slots are free."""
         if not self._over:
             self.cancel()
             if not self._model.worker.here:
@@ -211,7 +211,7 @@ class Stream(Iterator[Chunk]):
 
     @property
     def completions(self) -> list[Completion]:
-        """What has been read of each request."""
+        """What has been read of each request so far."""
         return [self._ended.get(i) or self._partly(i) for i in range(len(self._seqs))]
 
     def _partly(self, index: int) -> Completion:

@@ -1,4 +1,4 @@
-"""Retold: a drafter that guesses in tokens of its own; its guesses are told again in the target's, by their text."""
+"""TextDrafter: drafts in the draft model's own tokens, then re-encodes the text of the draft in the target's tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outpace.sampling.settings import Sampling
 
 @dataclass
 class ShadowPolicy(Policy):
-    """The policy of a request, asked about its shadow."""
+    """Applies the policy of a request to its shadow."""
 
     policy: Policy | None = None
     seq: Sequence | None = None
@@ -34,28 +34,28 @@ class ShadowPolicy(Policy):
 
 
 class Shadow(NamedTuple):
-    """A request as the draft sees it: in its own tokens, and greedy, for the likeliest text is the best guess."""
+    """A request as the draft sees it: in the draft's tokens, and greedy, as the likeliest text is the best draft."""
 
     seq: Sequence
     follower: Follower
 
 
 class AlignedPath(NamedTuple):
-    """A path of the draft's tree: its bytes, and where in them each of its tokens begins and what was known of it."""
+    """A path of the draft's tree: its bytes, and for each of its tokens the offset in them and the signal."""
 
     text: bytes
     starts: list[int]
     signals: list[Signal]
-    last: int | None  # the target's special token that ends it
+    last: int | None  # the target's special token at its end
 
 
 @dataclass(eq=False)
 class TextDrafter(Drafter):
-    """`inner` drafts in the draft's tokens, for shadows of the requests."""
+    """Lets `inner` draft for shadows of the requests, in the draft's tokens, and re-encodes its trees."""
 
     inner: Drafter
     pair: Pair
-    context: int  # of the draft
+    context: int  # context length of the draft
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         return self.propose_batch([seq], [budget])[0]
@@ -63,7 +63,7 @@ class TextDrafter(Drafter):
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         shadows = [self._followed(seq) for seq in seqs]
         drafts = self.inner.propose_batch([shadow.seq for shadow in shadows], budgets)
-        return [self._retell(*given) for given in zip(seqs, shadows, drafts, strict=True)]
+        return [self._reencoded(*given) for given in zip(seqs, shadows, drafts, strict=True)]
 
     def close(self, seq: Sequence) -> None:
         shadow: Shadow | None = seq.forget(self)
@@ -81,24 +81,24 @@ class TextDrafter(Drafter):
         shadow.vocab, shadow.context = self.pair.theirs.vocab, seq.context
         return Shadow(shadow, Follower(self.pair, self.context))
 
-    def _retell(self, seq: Sequence, shadow: Shadow, guesses: Tree) -> Tree:
+    def _reencoded(self, seq: Sequence, shadow: Shadow, drafted: Tree) -> Tree:
         tree = Tree([seq.tokens[-1]])
-        # The start of a character that the draft could not be told is a start of its guess, or the guess is wrong.
-        untold = b"" if shadow.follower.loose else shadow.follower.rest
-        for path in _paths(guesses):
-            told = self._told(guesses, path, begins=not shadow.follower.text)
-            if not told.text.startswith(untold):
+        # If the draft's ids cannot spell an incomplete character, each path must begin with its bytes.
+        unread = b"" if shadow.follower.loose else shadow.follower.rest
+        for path in _paths(drafted):
+            aligned = self._aligned(drafted, path, begins=not shadow.follower.text)
+            if not aligned.text.startswith(unread):
                 continue
-            node, since = ROOT, len(untold)
-            for token in self.pair.respell(seq.tokens, told.text[since:]):
+            node, since = ROOT, len(unread)
+            for token in self.pair.respell(seq.tokens, aligned.text[since:]):
                 end = since + len(self.pair.ours.bytes_of(token) or b"")
-                node = tree.add(node, token, _signal(told, since, end))
+                node = tree.add(node, token, _signal(aligned, since, end))
                 since = end
-            if told.last is not None and since >= len(told.text):  # what ends a text can only follow all of it
-                tree.add(node, told.last, told.signals[-1])
+            if aligned.last is not None and since >= len(aligned.text):  # an end token only follows the whole text
+                tree.add(node, aligned.last, aligned.signals[-1])
         return tree
 
-    def _told(self, tree: Tree, path: list[int], begins: bool) -> AlignedPath:
+    def _aligned(self, tree: Tree, path: list[int], begins: bool) -> AlignedPath:
         text, starts, signals, last = b"", [], [], None
         for node in path:
             token, signal = tree.tokens[node], tree.signals[node]
@@ -108,7 +108,7 @@ class TextDrafter(Drafter):
                 signals.append(signal)
                 break
             if begins and not text and self.pair.theirs.prefix_space and piece[:1] == b" ":
-                piece = piece[1:]  # it stands before every text and is not a part of it
+                piece = piece[1:]  # the tokenizer puts it before every text; it is no part of the text
             starts.append(len(text))
             signals.append(signal)
             text += piece
@@ -116,16 +116,16 @@ class TextDrafter(Drafter):
 
 
 def _paths(tree: Tree) -> Iterator[list[int]]:
-    """Every path of guesses, in the order in which they end."""
+    """Every path from the root to a leaf, without the root, in the order of the leaves."""
     inner = set(tree.parents)
     for node in range(1, len(tree)):
         if node not in inner:
             yield tree.path(node)[1:]
 
 
-def _signal(told: AlignedPath, since: int, end: int) -> Signal:
-    """What the draft knew of these bytes: of all tokens that begin in them; inside of one there is nothing to guess."""
-    begun = [signal for at, signal in zip(told.starts, told.signals, strict=False) if since <= at < end]
+def _signal(path: AlignedPath, since: int, end: int) -> Signal:
+    """The draft's signal for these bytes, from all tokens that begin in them; the rest of a token adds no doubt."""
+    begun = [signal for at, signal in zip(path.starts, path.signals, strict=False) if since <= at < end]
     prob = 1.0
     for signal in begun:
         prob *= signal.prob

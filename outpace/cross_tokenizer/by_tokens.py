@@ -1,4 +1,4 @@
-"""Translated: a draft as the target's tokens see it. Any method that takes a draft takes one of these."""
+"""TranslatedLM: a draft model that takes and returns the target's tokens. Any method that takes a draft accepts it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from outpace.cross_tokenizer.vocabulary import Vocabulary
 from outpace.errors import UsageError
 from outpace.sampling.sampler import Pick
 
-PADDING = 0.9  # vocabularies of one tokenizer differ by less
+PADDING = 0.9  # smallest ratio of vocabulary sizes that padding can explain
 
 
 @dataclass
 class TranslatedSlot:
-    """A slot: the target's tokens that it should hold, and the tree scored last in the draft's tokens."""
+    """A slot: the target's tokens that it should hold, and the last scored tree in the draft's tokens."""
 
     follower: TokenFollower
     tokens: list[int] = field(default_factory=list)
@@ -32,12 +32,12 @@ class TranslatedSlot:
 
 
 class TranslatedLM(LM):
-    """Tokens become the draft's on the way in; on the way out its logits are those of the tokens that both have."""
+    """Converts the target's tokens to the draft's; the logits that it returns cover only the tokens that both have."""
 
     def __init__(self, lm: LM, pair: Pair):
         self.lm, self.pair, self.worker = lm, pair, lm.worker
         self.vocab = pair.ours.vocab
-        self.max_length = sys.maxsize  # what a follower holds slides
+        self.max_length = sys.maxsize  # a follower keeps a sliding window of the text
         self.trees, self.asynchronous, self.lazy_logits = lm.trees, lm.asynchronous, lm.lazy_logits
         self.identity = lm.identity
         self.drafts: SelfDraft | None = None if lm.drafts is None else TranslatedDrafts(self, lm.drafts)
@@ -60,7 +60,7 @@ class TranslatedLM(LM):
         self.lm.release(slot)
 
     def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
-        """Noted only: what the draft is fed depends on the token that follows."""
+        """Only store the tokens: what the draft is fed depends on the token that follows."""
         for wanted, slot in zip(tokens, slots, strict=True):
             self._held[slot].tokens = list(wanted)
         return True
@@ -74,7 +74,7 @@ class TranslatedLM(LM):
         ]
         for (slot, _), last in zip(begun, self.read(begun), strict=True):
             self._held[slot].tree = Tree([last])
-        trees = [self._told(layout, slot) for layout, slot in zip(layouts, slots, strict=True)]
+        trees = [self._converted(layout, slot) for layout, slot in zip(layouts, slots, strict=True)]
         return [Scores(Logits(self._fit(s.logits.all())), s.hidden) for s in self.lm.score(trees, slots, since)]
 
     def keep(self, paths: Seq[list[int]], slots: Seq[int]) -> None:
@@ -84,18 +84,18 @@ class TranslatedLM(LM):
         self.lm.clear()
 
     def read(self, begun: list[tuple[int, int]]) -> list[int]:
-        """Have the draft read what each slot holds and its root, but for the last of its own tokens; returns those."""
+        """Feed the draft each slot's tokens and root, except for the last of its own ids; return these last ids."""
         ids = [self._held[slot].follower.follow([*self._held[slot].tokens, root]) for slot, root in begun]
         self.lm.feed([known[:-1] for known in ids], [slot for slot, _ in begun])
         return [known[-1] for known in ids]
 
-    def _told(self, tree: Layout, slot: int) -> Tree:
-        told = self._held[slot].tree
-        assert told is not None and isinstance(tree, Tree), "a tree grows from its root"
-        for node in range(len(told), len(tree)):
-            told.add(tree.parents[node], self.pair.to_draft[tree.tokens[node]])
-        assert len(told) == len(tree), "only tokens that both have can be scored"
-        return told
+    def _converted(self, tree: Layout, slot: int) -> Tree:
+        converted = self._held[slot].tree
+        assert converted is not None and isinstance(tree, Tree), "a tree grows from its root"
+        for node in range(len(converted), len(tree)):
+            converted.add(tree.parents[node], self.pair.to_draft[tree.tokens[node]])
+        assert len(converted) == len(tree), "only tokens that both models have can be scored"
+        return converted
 
     def _fit(self, logits: Tensor) -> Tensor:  # [nodes, draft's vocab] -> [nodes, vocab]
         self._theirs, self._ours = self._theirs.to(logits.device), self._ours.to(logits.device)
@@ -104,7 +104,7 @@ class TranslatedLM(LM):
 
 
 class TranslatedDrafts:
-    """Chains that the draft drafts by itself, as far as both models have their tokens."""
+    """Whole chains from the draft model, cut before the first token that the target does not have."""
 
     def __init__(self, lm: TranslatedLM, drafts: SelfDraft):
         self.lm, self.inner = lm, drafts
@@ -112,7 +112,7 @@ class TranslatedDrafts:
     def draft(
         self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
     ) -> list[list[DraftToken]] | None:
-        """Noise is keyed by the target's tokens, which the draft does not know, so it only drafts greedy chains."""
+        """Draft greedy chains only: the noise is keyed by the target's tokens, which the draft does not know."""
         if shapes[0].width > 1 or any(pick.temperature for pick in picks):
             return None
         roots = self.lm.read(list(zip(slots, tokens, strict=True)))
@@ -130,7 +130,7 @@ class TranslatedDrafts:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model with its tokenizer, and what to call it."""
+    """A model with its tokenizer, and its name in messages."""
 
     lm: LM
     tokenizer: Any
@@ -138,13 +138,13 @@ class NamedModel:
 
 
 def translated(target: NamedModel, draft: NamedModel) -> LM:
-    """The draft as the target's tokens see it: as it is if the two have one vocabulary."""
+    """The draft in terms of the target's tokens, or the draft itself if both have the same vocabulary."""
     if target.tokenizer is None or draft.tokenizer is None:
         sizes = sorted((target.lm.vocab, draft.lm.vocab))
         if sizes[0] < PADDING * sizes[1]:
             raise UsageError(
                 f"{draft.name!r} has {draft.lm.vocab} tokens and {target.name!r} has {target.lm.vocab}: a draft with "
-                "another vocabulary needs the tokenizers of both, wrap(model, tokenizer)"
+                "another vocabulary needs both tokenizers; make both models with wrap(model, tokenizer)"
             )
         return draft.lm
     if target.tokenizer is draft.tokenizer or _vocabulary(target.tokenizer) == _vocabulary(draft.tokenizer):

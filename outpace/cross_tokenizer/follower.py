@@ -1,6 +1,6 @@
-"""Followers: what the target has committed, as tokens of the draft, kept up to date as it grows.
+"""Followers: the target's committed tokens as tokens of the draft, updated as the text grows.
 
-A draft's cache holds what it was fed, so a follower changes as little of what it said before as it can.
+The draft's cache holds the ids that it was fed, so a follower changes as few earlier ids as it can.
 """
 
 from __future__ import annotations
@@ -9,29 +9,30 @@ from outpace.cross_tokenizer.alignment import Pair
 from outpace.cross_tokenizer.vocabulary import complete
 from outpace.models.segment import common_prefix
 
-WINDOW = 48  # characters that are encoded again when text is added; more if they do not settle it
-SETTLED = 2  # tokens before the change on which the old and the new encoding must agree
-ROOM = 64  # tokens that a draft's context must have left
+WINDOW = 48  # characters to re-encode when text is added; more if necessary
+SETTLED = 2  # tokens before a change on which the old and the new encoding must agree
+ROOM = 64  # tokens that must stay free in the draft's context
 
 
 class Follower:
-    """Base: special tokens by name or role, the draft's own start, and a context that slides when it is full."""
+    """Re-encodes text, maps special tokens by name or role, adds the draft's own start, and drops the oldest ids when
+    the context is full."""
 
     def __init__(self, pair: Pair, context: int):
         self.pair, self.context = pair, context
         self.restart()
 
     def restart(self) -> None:
-        self.tokens: list[int] = []  # of the target, that were followed
-        self.ids: list[int] = []  # of the draft
-        self.begin = 0  # of the ids: where the text after the last special token begins
-        self.opened = False  # whether anything was said since then
-        self.text = ""  # of it, that was encoded
-        self.rest = b""  # the start of a character that is not whole yet
-        self.loose = 0  # ids at the end that spell it
+        self.tokens: list[int] = []  # the target's tokens so far
+        self.ids: list[int] = []  # the draft's tokens for them
+        self.begin = 0  # index in `ids` where the text after the last special token begins
+        self.opened = False  # whether any text has followed that token
+        self.text = ""  # the encoded part of that text
+        self.rest = b""  # the bytes of a character that is still incomplete
+        self.loose = 0  # number of ids at the end that spell `rest`
 
     def follow(self, tokens: list[int]) -> list[int]:
-        """The draft's ids of these tokens, never empty; a shared beginning with the last ones asked for is kept."""
+        """The draft's ids for these tokens, never empty. Ids of the last call are kept if its tokens are a prefix."""
         if tokens[: len(self.tokens)] != self.tokens:
             self.restart()
         new = tokens[len(self.tokens) :]
@@ -40,14 +41,14 @@ class Follower:
         self._add(new)
         self.tokens = list(tokens)
         most = self.context - ROOM
-        if len(self.ids) > most > 0:  # half of it goes, so that this happens rarely
+        if len(self.ids) > most > 0:  # drop half of it, so that this happens rarely
             dropped = len(self.ids) - most // 2
             del self.ids[:dropped]
             self.begin = max(0, self.begin - dropped)
         return self.ids or [self.pair.theirs.filler]
 
     def _lead(self, tokens: list[int]) -> list[int]:
-        """Every text begins as the draft's tokenizer begins one; a mark of the target's own is left out."""
+        """Begin the text as the draft's tokenizer does, and drop a start token that only the target has."""
         pair, first = self.pair, tokens[0]
         start, same = pair.theirs.start, pair.special.get(first)
         if start and same == start[0]:
@@ -70,14 +71,14 @@ class Follower:
         self._write(data)
 
     def _mark(self, token: int) -> None:
-        """A token that is no text ends the text before it; one that the draft does not know is left out."""
+        """Add a token that is not text: it ends the text before it, and is left out if the draft does not have it."""
         self.rest, self.loose = b"", 0
         if token in self.pair.special:
             self.ids.append(self.pair.special[token])
         self.begin, self.opened, self.text = len(self.ids), False, ""
 
     def _write(self, data: bytes) -> None:
-        """Add text: whole characters as the draft's tokenizer writes them, the rest byte by byte if it can."""
+        """Add text: whole characters as the draft's tokenizer encodes them, the rest byte by byte if possible."""
         if not data:
             return
         if not self.opened and self.pair.ours.prefix_space and data[:1] == b" ":
@@ -86,17 +87,17 @@ class Follower:
         text, self.rest = complete(self.rest + data)
         del self.ids[len(self.ids) - self.loose :]
         if text:
-            self._retell(text)
+            self._reencode(text)
         loose = self.pair.theirs.segment(self.rest) or []
         self.ids += loose
         self.loose = len(loose)
 
-    def _retell(self, text: str) -> None:
-        """Encode the end of the text again with what is new, and change the ids that this changes."""
+    def _reencode(self, text: str) -> None:
+        """Encode the end of the text together with the new part, and replace only the ids that differ."""
         encode, window = self.pair.theirs.encode, WINDOW
         while len(self.text) > window:
             tail = self.text[-window:]
-            # Cut out of its text the tail may begin otherwise, but then it does so with and without what is new.
+            # Cut out of its text, the tail may begin with other ids, but equally so with and without the new part.
             before, after = encode(tail), encode(tail + text)
             same = common_prefix(before, after)
             settled = before[same - SETTLED :] if same >= SETTLED else None
@@ -111,7 +112,7 @@ class Follower:
 
 
 class TokenFollower(Follower):
-    """The first tokens as text, later ones each by itself, so that what was said is never changed."""
+    """Encodes the first tokens as text and each later token alone, so that earlier ids never change."""
 
     def _add(self, tokens: list[int]) -> None:
         if not self.tokens:

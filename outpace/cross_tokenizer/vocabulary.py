@@ -1,7 +1,7 @@
-"""Pieces: what each token of a tokenizer spells, in bytes.
+"""Vocabulary: the bytes that each token of a tokenizer spells.
 
-Two tokenizers meet in bytes, not in text: a token may be a part of a character, and a tokenizer may write a space, or
-a byte, in a way of its own. How a tokenizer writes is not asked of its class but tried on a few texts.
+Two tokenizers are compared by bytes, not by text: a token may be a part of a character, and a tokenizer may have its
+own way to write a space or a byte. This way is not inferred from the tokenizer's class but tried on a few texts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-ROLES = ("eos", "bos", "unk", "sep", "cls", "mask")  # an id that has several is known by the first
+ROLES = ("eos", "bos", "unk", "sep", "cls", "mask")  # an id with several roles counts under the first
 PROBES = ("the cat", "the cat sat, on 12 mats.", "def f(x):\n    return x", "naïve 東京 🙂")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 BROKEN = "\ufffd"
@@ -20,23 +20,23 @@ Spelling = Callable[[list[Any]], list[bytes | None]]
 
 
 class Vocabulary:
-    """A tokenizer as the bridge sees it; `vocab` is the size of its model's logits, often more than it has tokens."""
+    """The tokens of a tokenizer and their bytes; `vocab` is the size of the model's logits, often more than these."""
 
     def __init__(self, tokenizer: Any, vocab: int):
         self.tokenizer, self.vocab = tokenizer, vocab
         self.roles = {role: i for role in ROLES if isinstance(i := getattr(tokenizer, f"{role}_token_id", None), int)}
         self.specials = {i: name for i, name in self._specials().items() if i < vocab}
-        self.spelled = self._spell()  # None: it is no text
+        self.spelled = self._spell()  # None: the token is not text
 
     def bytes_of(self, token: int) -> bytes | None:
         return self.spelled[token] if token < len(self.spelled) else None
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text by itself; a tokenizer may know tokens that its model does not."""
+        """Encode a text without special tokens, and drop tokens that the model does not have."""
         return [i for i in self.tokenizer.encode(text, add_special_tokens=False) if i < self.vocab] if text else []
 
     def segment(self, data: bytes) -> list[int] | None:
-        """Tokens that spell exactly these bytes, longest first; None where there are none."""
+        """Tokens that spell exactly these bytes, the longest match first; None if there are none."""
         tokens, at = [], 0
         while at < len(data):
             end = min(len(data), at + self._longest)
@@ -50,7 +50,7 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """The token that spells these bytes; a byte token only where no other does."""
+        """The token for each byte string; a byte token only where no other token spells it."""
         plain = [(i, piece) for i, piece in enumerate(self.spelled) if piece and i not in self._bytes]
         spare = [(i, piece) for i, piece in enumerate(self.spelled) if piece and i in self._bytes]
         found: dict[bytes, int] = {}
@@ -60,19 +60,19 @@ class Vocabulary:
 
     @cached_property
     def prefix_space(self) -> bool:
-        """Whether a text is written with a space before it (as SentencePiece does)."""
+        """Whether the tokenizer puts a space before every text (as SentencePiece does)."""
         return join(map(self.bytes_of, self.encode("cat"))) == b" cat"
 
     @cached_property
     def start(self) -> list[int]:
-        """What the tokenizer puts before every text."""
+        """The special tokens that the tokenizer puts before every text."""
         alone, whole = self.encode("cat"), self.tokenizer.encode("cat")
         at = next((i for i in range(len(whole)) if alone and whole[i : i + len(alone)] == alone), 0)
         return [i for i in whole[:at] if i < self.vocab]
 
     @cached_property
     def filler(self) -> int:
-        """A token to begin with when there is nothing else."""
+        """A token to begin with when there is no other."""
         return next((i for role in ("bos", "eos") if (i := self.roles.get(role, self.vocab)) < self.vocab), 0)
 
     @cached_property
@@ -80,7 +80,7 @@ class Vocabulary:
         return max(map(len, self.ids), default=0)
 
     def _specials(self) -> dict[int, str]:
-        """Tokens that are no text, with their names: what is added and marked so, and what has a role."""
+        """The tokens that are not text, with their names: added tokens marked as special, and tokens with a role."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         named = {i: token.content for i, token in added.items() if token.special}
         ids = [*getattr(self.tokenizer, "all_special_ids", ()), *self.roles.values()]
@@ -98,7 +98,7 @@ class Vocabulary:
         spellings: list[Spelling] = [_byte_level, _marked, self._decoded]
         probes = [(probe.encode(), self.encode(probe)) for probe in PROBES]
         best: list[bytes | None] = []
-        most = (-1, 0)  # texts that come out right, tokens that come out at all
+        most = (-1, 0)  # probes that are spelled correctly, tokens that have a spelling
         for spell in spellings:
             found = spell(names)
             right = sum(join(found[i] for i in ids) in (data, b" " + data) for data, ids in probes)
@@ -121,7 +121,7 @@ class Vocabulary:
         return {i for i, name in enumerate(names) if isinstance(name, str) and BYTE_TOKEN.fullmatch(name)}
 
     def _decoded(self, names: list[Any]) -> list[bytes | None]:
-        """What a token adds to the text of another one: right for every tokenizer, but for parts of a character."""
+        """The text that a token adds to another one: works for every tokenizer, except for parts of a character."""
         anchor = self.encode("cat")[-1:]
         before = self.tokenizer.decode(anchor)
 
@@ -134,16 +134,16 @@ class Vocabulary:
 
 
 def join(pieces: Iterable[bytes | None]) -> bytes | None:
-    """The bytes of several tokens; None when one of them is no text."""
+    """The bytes of several tokens; None if one of them is not text."""
     found = list(pieces)
     return None if None in found else b"".join(piece for piece in found if piece is not None)
 
 
 def complete(data: bytes) -> tuple[str, bytes]:
-    """The text of these bytes, and what is left of a character that is not whole yet; wrong bytes become a mark."""
+    """The text of these bytes, and the bytes of an incomplete last character; invalid bytes are replaced by a mark."""
     for cut in range(1, min(4, len(data) + 1)):
         lead = data[-cut]
-        if lead & 0xC0 != 0x80:  # not in the middle of a character
+        if lead & 0xC0 != 0x80:  # the first byte of a character
             length = 4 if lead >= 0xF0 else 3 if lead >= 0xE0 else 2 if lead >= 0xC0 else 1
             if length > cut:
                 return data[:-cut].decode(errors="replace"), data[-cut:]
@@ -152,7 +152,7 @@ def complete(data: bytes) -> tuple[str, bytes]:
 
 
 def _alphabet() -> dict[str, int]:
-    """The printable characters by which byte-level vocabularies write bytes: others are moved behind 255."""
+    """The printable characters that stand for bytes in byte-level vocabularies: other bytes are moved above 255."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(moved)}
@@ -162,7 +162,7 @@ ALPHABET = _alphabet()
 
 
 def _byte_level(names: list[Any]) -> list[bytes | None]:
-    """GPT-2's alphabet, which most byte-level vocabularies use; some tokenizers name their tokens by bytes."""
+    """Read names in GPT-2's alphabet, which most byte-level vocabularies use; some tokenizers use bytes as names."""
 
     def spelled(name: Any) -> bytes | None:
         if isinstance(name, bytes):
@@ -174,7 +174,7 @@ def _byte_level(names: list[Any]) -> list[bytes | None]:
 
 
 def _marked(names: list[Any]) -> list[bytes | None]:
-    """SentencePiece: a mark for a space, and tokens for single bytes."""
+    """Read names of SentencePiece: a mark for a space, and tokens for single bytes."""
 
     def spelled(name: Any) -> bytes | None:
         if not isinstance(name, str):

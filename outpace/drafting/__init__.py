@@ -1,1 +1,1 @@
-"""What methods share: draft models, heads, trees, tables of successors, searches for layers."""
+"""What drafting methods share: draft models, heads, trees, successor tables and layer searches."""

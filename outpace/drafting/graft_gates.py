@@ -1,7 +1,7 @@
-"""Grafting: when a draft has gone far enough, and which successors take the places it leaves (Graft, 2605.20104).
+"""Gates and templates of Graft (2605.20104): where a draft stops, and which successors fill the places that it leaves.
 
-A gate stops a draft at a depth where even its best path is unlikely; a template says which ranks of the table of
-successors, from the root on, are tried instead, the likeliest first.
+A gate stops a draft at a depth where even its best path is unlikely. A template says which ranks of the successor
+table, from the root on, are tried instead, likeliest first.
 """
 
 from __future__ import annotations
@@ -17,41 +17,40 @@ from outpace.errors import UsageError
 
 
 class Gate(NamedTuple):
-    """A draft whose best path at `depth` is no likelier than `floor` stops there, and keeps a share of the nodes."""
+    """Stops a draft at `depth` if its best path is no likelier than `floor`; it then keeps a share of the nodes."""
 
     depth: int
     floor: float
     keep: float
 
 
-# The paper's values for Qwen3-8B: what it keeps of 60 nodes, 8, 24 and 40.
+# The paper's values for Qwen3-8B, where the draft keeps 8, 24 or 40 of 60 nodes.
 GATES = (Gate(1, 0.14, 8 / 60), Gate(2, 0.14, 24 / 60), Gate(6, 0.48, 40 / 60))
 
 
 @dataclass(frozen=True)
 class Grafting:
-    """What a calibration finds out; the defaults are what the paper states."""
+    """The gates and ranks that a calibration finds; the defaults are the paper's."""
 
     gates: tuple[Gate, ...] = GATES
-    ranks: tuple[tuple[float, ...], ...] = (
-        likely_ranks()
-    )  # [depth][rank]: probability that it is right if its parent is
+    # [depth][rank]: probability that the token is accepted if its parent is
+    ranks: tuple[tuple[float, ...], ...] = likely_ranks()
 
     def __post_init__(self) -> None:
         probs = [prob for level in self.ranks for prob in level]
         shares = [share for gate in self.gates for share in (gate.floor, gate.keep)]
         if not self.ranks or not all(self.ranks) or any(not 0 <= x <= 1 for x in probs + shares):
-            raise UsageError("a grafting has ranks for at least one depth, and chances between 0 and 1")
+            raise UsageError("graft needs ranks for at least one depth, and probabilities between 0 and 1")
         if any(gate.depth < 1 for gate in self.gates):
-            raise UsageError("the gates of a grafting stand at a depth of 1 or more")
+            raise UsageError("the gates of graft need a depth of at least 1")
 
     def stops(self, depth: int, prob: float) -> bool:
-        """Whether a draft whose best path has this probability at this depth does not pass a gate there."""
+        """Whether a gate stops a draft whose best path has this probability at this depth."""
         return any(gate.depth == depth and prob <= gate.floor for gate in self.gates)
 
     @classmethod
     def from_section(cls, found: dict[str, Any]) -> Grafting:
-        """From the section of a calibration file."""
+        """Read the section of a calibration file."""
         return cls(tuple(Gate(**gate) for gate in found["gates"]), tuple(tuple(level) for level in found["ranks"]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,7 +58,7 @@ class Grafting:
 
 
 def reach(tree: Tree) -> list[float]:
-    """The probability of each path by the drafter's own word; a node it said nothing about is not doubted."""
+    """The drafter's estimate of each node's path probability; a node without an estimate counts as certain."""
     found = [1.0]
     for node in range(1, len(tree)):
         known = tree.signals.get(node)
@@ -69,13 +68,13 @@ def reach(tree: Tree) -> list[float]:
 
 
 def stopped(confidence: Seq[float], gates: Seq[Gate]) -> Gate | None:
-    """The first gate that a draft does not pass; `confidence[d]` is the probability of its best path of depth d + 1."""
+    """The first gate that stops a draft; `confidence[d]` is the probability of its best path of depth d + 1."""
     passed = (gate for gate in sorted(gates) if gate.depth <= len(confidence))
     return next((gate for gate in passed if confidence[gate.depth - 1] <= gate.floor), None)
 
 
 def confidence(tree: Tree, probs: Seq[float]) -> list[float]:
-    """The probability of the best path, by depth."""
+    """The probability of the best path of each depth."""
     best = [0.0] * max(tree.depths)
     for node, depth in enumerate(tree.depths):
         if node != ROOT:
@@ -84,17 +83,17 @@ def confidence(tree: Tree, probs: Seq[float]) -> list[float]:
 
 
 def prune(tree: Tree, gates: Seq[Gate], nodes: int) -> Tree:
-    """The draft up to the gate that stopped it, likeliest first: as many nodes as the gate leaves it, or all."""
+    """The draft up to the gate that stops it, likeliest nodes first: at most `nodes`, or the gate's share of them."""
     probs, depths = reach(tree), tree.depths
     gate = stopped(confidence(tree, probs), gates) if len(tree) > 1 else None
     room = nodes if gate is None else min(nodes, max(gate.depth, round(gate.keep * nodes)))
     inside = [node for node in range(1, len(tree)) if gate is None or depths[node] <= gate.depth]
-    # A parent is at least as likely as its children and stands before them, so what is kept hangs together.
+    # A parent is at least as likely as its children and comes before them, so the kept nodes form a tree.
     return tree.select([ROOT, *sorted(inside, key=lambda node: (-probs[node], node))[:room]])
 
 
 def fill(tree: Tree, slots: Seq[TemplateNode], known: Successors, budget: Budget, source: str) -> Tree:
-    """Put the template's successors of the root into the places that are left, beside or below what is there."""
+    """Fill the remaining places with the template's successors of the root, beside or below the existing nodes."""
     place: list[int | None] = []
     for slot in slots:
         if len(tree) > budget.nodes:
@@ -111,7 +110,7 @@ def fill(tree: Tree, slots: Seq[TemplateNode], known: Successors, budget: Budget
 
 
 def extend(tree: Tree, known: Successors, ranks: Seq[Seq[float]], budget: Budget, source: str) -> Tree:
-    """A chain goes on with first successors: where a target takes no trees there is no other place for them."""
+    """Extend a chain with first successors: a target that cannot score trees has no other place for them."""
     for depth in range(len(tree), min(budget.depth, budget.nodes) + 1):
         token = known.row(tree.tokens[-1])[0]
         if token == EMPTY:

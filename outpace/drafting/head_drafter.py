@@ -1,4 +1,4 @@
-"""Headed: bases of methods that draft with a trained head, which reads the hidden states of the target."""
+"""Bases of methods that draft with a trained head, which reads the target's hidden states."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from outpace.models.hf.head_lm import HeadLM
 
 
 def states(seq: Sequence) -> Tensor | None:
-    """The target's states of all the text but its last token; None while they are not all there, because the prompt
-    rides on this very pass."""  # [tokens - 1, taps * hidden]
+    """The target's hidden states of the text without its last token. None while some are missing, because the prompt is
+    still being prefilled in this pass."""  # [tokens - 1, taps * hidden]
     assert seq.target is not None and seq.target.states is not None and seq.slot is not None
     hidden, count = seq.target.states.read(seq.slot), len(seq.tokens) - 1
     return None if hidden is None or not 0 < count <= len(hidden) else hidden[:count]
 
 
 def trained(kind: str, target: LM) -> bool:
-    """Whether a head of this kind for this model is on this machine: only a request that asks for one fetches it."""
+    """Whether a head of this kind for this model is on this machine. Only a request that uses a head downloads it."""
     try:
         return store.local(kind, target) is not None
     except HeadNotFound:
@@ -39,9 +39,9 @@ def trained(kind: str, target: LM) -> bool:
 
 
 class HeadDrafter(SelfDrafting):
-    """A drafter whose model is a recursive head: a subclass brings the option `head` and those of a tree."""
+    """A drafter that uses a recursive head as its model; a subclass declares `head` and the tree options."""
 
-    kind: ClassVar[str]  # of its head
+    kind: ClassVar[str]  # the kind of its head
     head: str | Recursive | None
 
     @classmethod
@@ -60,7 +60,7 @@ class HeadDrafter(SelfDrafting):
         return target.states.attach(head)
 
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
-        """Rows whose states are not all there yet wait for the next pass."""
+        """Draft where the hidden states are complete; the other requests wait for the next pass."""
         trees = {seq.id: Tree([seq.tokens[-1]]) for seq in seqs}
         ready = [(seq, budget) for seq, budget in zip(seqs, budgets, strict=True) if self._feed(seq)]
         if ready:
@@ -70,7 +70,7 @@ class HeadDrafter(SelfDrafting):
 
     @torch.no_grad()
     def _feed(self, seq: Sequence) -> bool:
-        """Hand the head the target's states of the text that it has not read; False while they are not there."""
+        """Give the head the target's states that it has not read yet; return False while they are missing."""
         hidden = states(seq)
         if hidden is None:
             return False
@@ -82,12 +82,12 @@ class HeadDrafter(SelfDrafting):
 
 
 class ParallelDrafter(ModelDrafter):
-    """A drafter whose head guesses several tokens in one go: a subclass brings `head` and the options of a tree."""
+    """A drafter with a head that predicts several tokens at once; a subclass declares `head` and the tree options."""
 
-    kind: ClassVar[str]  # of its head
-    model_source: str | None = None  # one pass of the head is all; what a level of a tree costs beside it is small
+    kind: ClassVar[str]  # the kind of its head
+    model_source: str | None = None  # the head runs once; the further levels of a tree cost little
     head: str | Parallel | None
-    ranks: Seq[parallel_trees.Ranks] = ()  # of a static tree, if it is to be one
+    ranks: Seq[parallel_trees.Ranks] = ()  # of a static tree; empty: the likeliest tree of each pass
 
     @classmethod
     def fits(cls, target: LM) -> bool:
@@ -96,7 +96,7 @@ class ParallelDrafter(ModelDrafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._target: LM | None = None
-        self._linked: LinkedLM | None = None  # what grows trees of slots that are told what comes before them
+        self._linked: LinkedLM | None = None  # grows the trees of a linked head
 
     def open(self, seq: Sequence) -> None:
         assert seq.target is not None, "the engine names the target"
@@ -121,30 +121,33 @@ class ParallelDrafter(ModelDrafter):
 
     @torch.no_grad()
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
-        """One pass of the head for all rows; those whose states are not all there yet wait for the next."""
+        """Run the head once for all requests with complete hidden states; the others wait for the next pass."""
         trees = {seq.id: Tree([seq.tokens[-1]]) for seq in seqs}
         ready = [given for given in zip(seqs, budgets, strict=True) if self._read(given[0])]
         if ready:
             deepest = max(budget.depth for _, budget in ready)
-            made = self._head.slots([seq.state(self, Text) for seq, _ in ready], deepest)  # [rows, slots, hidden]
-            grown = self._alone(ready, made) if self._linked is None else self._told(self._linked, ready, made)
+            made = self._head.slots([seq.state(self, Text) for seq, _ in ready], deepest)  # [batch, slots, hidden]
+            grown = (
+                self._independent(ready, made) if self._linked is None else self._dependent(self._linked, ready, made)
+            )
             trees |= {seq.id: tree for (seq, _), tree in zip(ready, grown, strict=True)}
         return [trees[seq.id] for seq in seqs]
 
-    def _alone(self, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
-        """Trees of slots that know nothing of each other."""  # [rows, slots, hidden]
+    def _independent(self, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
+        """Trees from slots that do not depend on the draft tokens before them."""  # [batch, slots, hidden]
         found = []
         for (seq, budget), distribution in zip(ready, self._head.logits(made), strict=True):
             known = fitted(self._head.spread(distribution[: budget.depth], self._vocab), seq.vocab)
             found.append(parallel_trees.grow(seq, known, budget, self.ranks))
         return found
 
-    def _told(self, lm: LinkedLM, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
-        """Trees of slots that are told what comes before them."""  # [rows, slots, hidden]
+    def _dependent(self, lm: LinkedLM, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
+        """Trees from linked slots, which depend on the draft tokens before them."""  # [batch, slots, hidden]
         if self.ranks:
-            rows = zip(ready, made, strict=True)
+            pairs = zip(ready, made, strict=True)
             distributions = [
-                (LinkedDistributions(lm, seq, own[: budget.depth], budget.width), budget) for (seq, budget), own in rows
+                (LinkedDistributions(lm, seq, own[: budget.depth], budget.width), budget)
+                for (seq, budget), own in pairs
             ]
             return [parallel_trees.grown(distribution, budget, self.ranks) for distribution, budget in distributions]
         for (seq, _), own in zip(ready, made, strict=True):

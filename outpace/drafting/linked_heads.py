@@ -1,7 +1,7 @@
-"""Linked: the slots of a parallel head as a model that drafts, for heads whose slots are told what comes before them.
+"""A linked parallel head as a draft model: its link layer adds the preceding draft tokens to each slot of the head.
 
-What takes long is done once per text, for all slots: `place` hands it over. A node of a tree then costs one small
-layer and the output: it takes its slot, by its depth, and what its parent's slot had become.
+The expensive part runs once per text, for all slots, and `place` stores its result. A tree node then costs only the
+link layer and the output layer. Their inputs are the slot at the node's depth, the parent's state and the token.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from outpace.models.compiled.graph_pass import BATCHES, rounded
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick
 
-ENDLESS = 1 << 62  # a text may be as long as it likes: its slots are all that is seen of it
+ENDLESS = 1 << 62  # no limit: only the head's slots are read, never the text
 
 
 class LinkedProgram(NamedTuple):
-    """How trees of so many rows and of one width grow."""
+    """The program that grows trees of one batch size and one width."""
 
     trees: DeviceTrees
-    slots: Tensor  # [slots, rows, hidden]
+    slots: Tensor  # [slots, batch, hidden]
 
 
 class LinkedLM(CachelessLM):
-    """What follows a guess, by a slot and a link."""
+    """Predicts the token after a node from the head's slot at its depth and the link layer."""
 
     max_length = ENDLESS
 
@@ -56,7 +56,7 @@ class LinkedLM(CachelessLM):
         super().release(slot)
 
     def place(self, slot: int, slots: Tensor) -> None:
-        """Take what the head says about the text of this slot."""  # [slots of the head, hidden]
+        """Store the head's states for the text in this slot of the cache."""  # [slots of the head, hidden]
         self._slots[slot] = slots
 
     def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
@@ -79,8 +79,8 @@ class LinkedLM(CachelessLM):
                 before.append(torch.zeros_like(own[:1]))
             tokens += segment.tokens
             counts.append(len(new))
-        told = torch.tensor(tokens, device=self.device)
-        states = self._told(torch.cat(slots), torch.cat(before), told)
+        ids = torch.tensor(tokens, device=self.device)
+        states = self._link(torch.cat(slots), torch.cat(before), ids)
         parts = zip(self._distributions(states).split(counts), states.split(counts), strict=True)
         return [SegmentOutput(distribution, {STATE[0]: left}) for distribution, left in parts]
 
@@ -88,37 +88,37 @@ class LinkedLM(CachelessLM):
     def draft(
         self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
     ) -> list[list[DraftToken]] | None:
-        """Where nothing is sampled: all levels without a look at one."""
+        """Draft all levels on the device without reading any of them back; for greedy decoding only."""
         width = shapes[0].width
         if any(pick.temperature for pick in picks) or width > self.choices or len(slots) > BATCHES[-1]:
             return None
         trees, given = self._program(len(slots), width)
         placed = torch.stack([self._slots[slot] for slot in slots], dim=1)  # [slots of the head, batch, hidden]
         given[: len(placed), : len(slots)] = placed
-        left = self._told(placed[0], torch.zeros_like(placed[0]), torch.tensor(tokens, device=self.device))
+        left = self._link(placed[0], torch.zeros_like(placed[0]), torch.tensor(tokens, device=self.device))
         found = trees.grow(self.head.logits(left), left, shapes)
         return [grown.draft_tokens(shape) for grown, shape in zip(found, shapes, strict=True)]
 
-    def _program(self, rows: int, width: int) -> LinkedProgram:
-        rows = rows if self._memory is None else rounded(rows, BATCHES)
-        if (rows, width) not in self._programs:
+    def _program(self, batch: int, width: int) -> LinkedProgram:
+        batch = batch if self._memory is None else rounded(batch, BATCHES)
+        if (batch, width) not in self._programs:
             steps, embed = self.head.spec.steps, self.head.embed.weight
             levels = TreeLevels.empty(
-                steps, rows, width, self.head.ids, DraftDevice(self.device, embed.shape[1], embed.dtype)
+                steps, batch, width, self.head.ids, DraftDevice(self.device, embed.shape[1], embed.dtype)
             )
-            slots = torch.zeros(steps, rows, embed.shape[1], dtype=embed.dtype, device=self.device)
+            slots = torch.zeros(steps, batch, embed.shape[1], dtype=embed.dtype, device=self.device)
 
             def advance() -> None:
                 assert levels.entering is not None
-                own = slots.index_select(0, (levels.level + 1).clamp(max=steps - 1))[0]  # [rows, hidden]
+                own = slots.index_select(0, (levels.level + 1).clamp(max=steps - 1))[0]  # [batch, hidden]
                 own = own[:, None].expand_as(levels.entering).flatten(0, 1)
-                left = self._told(own, levels.entering.flatten(0, 1), levels.tokens.flatten())
+                left = self._link(own, levels.entering.flatten(0, 1), levels.tokens.flatten())
                 levels.advance(self.head.logits(left), left)
 
-            self._programs[rows, width] = LinkedProgram(DeviceTrees(levels, advance, self._memory), slots)
-        return self._programs[rows, width]
+            self._programs[batch, width] = LinkedProgram(DeviceTrees(levels, advance, self._memory), slots)
+        return self._programs[batch, width]
 
-    def _told(self, slots: Tensor, before: Tensor, tokens: Tensor) -> Tensor:  # [nodes, hidden] twice, [nodes]
+    def _link(self, slots: Tensor, before: Tensor, tokens: Tensor) -> Tensor:  # [nodes, hidden] twice, [nodes]
         assert self.head.link is not None
         return self.head.link(slots, before, self.head.embed(tokens))
 
@@ -127,15 +127,15 @@ class LinkedLM(CachelessLM):
 
     @torch.no_grad()
     def behind(self, slots: Tensor, path: Seq[int]) -> Tensor:
-        """What follows some guesses, the root first."""  # [slots, hidden] -> [vocab]
+        """The logits after the tokens of `path`, which starts with the root."""  # [slots, hidden] -> [vocab]
         before = torch.zeros_like(slots[0])
         for slot, token in zip(slots, path, strict=False):
-            before = self._told(slot, before, torch.tensor(token, device=self.device))
+            before = self._link(slot, before, torch.tensor(token, device=self.device))
         return self._distributions(before)
 
 
 class LinkedDistributions:
-    """The distributions of one request's next tokens, each asked for behind the guesses before it: as `slots.Slots`."""
+    """The candidates after any path of one request's draft tokens; implements `parallel_trees.PathDistributions`."""
 
     def __init__(self, lm: LinkedLM, seq: Sequence, slots: Tensor, width: int):  # [slots, hidden]
         self.lm, self.seq, self.slots, self.width = lm, seq, slots, width
@@ -147,6 +147,6 @@ class LinkedDistributions:
             distribution = fitted(self.lm.behind(self.slots, [self.seq.tokens[-1], *path])[None], self.seq.vocab)
             try:
                 (self._seen[key],) = ranked_candidates(self.seq, distribution, [self.seq.tokens + path], self.width)
-            except RequestFailed:  # no token that the head knows is allowed here
+            except RequestFailed:  # none of the head's tokens is allowed here
                 self._seen[key] = None
         return self._seen.get(key)

@@ -1,8 +1,8 @@
-"""Growth: a model guesses, as a chain or as a best-first tree. Base of all methods that draft with a model.
+"""Drafting with a model, as a chain or as a best-first tree: the base of all methods that draft with a model.
 
-When the target samples, the draft draws with the target's own noise, so that the two mostly choose alike. Under a
-verifier that needs the draft's distribution (`residual`) it draws with noise of its own and leaves the distribution in
-the tree.
+When the target samples, the draft samples with the target's own noise, so both mostly choose the same token. Under a
+verifier that needs the draft's distribution (`residual`), it samples with separate noise and stores the distribution
+in the tree.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from outpace.errors import RequestFailed, UnsupportedModel
 from outpace.sampling.noise_rule import GUMBEL
 from outpace.sampling.sampler import Pick
 
-TEXT = 64  # last tokens of the first prompt, on which a target's layers are chosen
+TEXT = 64  # the target's layers are chosen on this many last tokens of the first prompt
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A token that the draft would put under `parent`, a node of the tree it has scored."""
+    """A token that the draft may add under `parent`, a node of the tree that it has scored."""
 
     parent: int
     token: int
-    reach: float  # log of the probability that it is accepted
+    reach: float  # log of the probability that the token and all before it are accepted
     signal: Signal
 
 
 @dataclass
 class TreeGrowth:
-    """A tree on its way: what the draft scored, and all it would add to it."""
+    """A tree under construction: the part that the draft has scored, and all candidates so far."""
 
     seq: Sequence
     budget: Budget
@@ -47,7 +47,7 @@ class TreeGrowth:
     candidates: list[Candidate] = field(default_factory=list)
     since: int = 0  # nodes before this one have been scored
     depth: int = 0
-    root: int = ROOT  # of the guesses; nodes before it are committed tokens
+    root: int = ROOT  # node of the last committed token; the nodes before it are committed too
 
     @classmethod
     def begin(cls, seq: Sequence, budget: Budget, unsettled: int) -> TreeGrowth:
@@ -56,33 +56,33 @@ class TreeGrowth:
 
     @property
     def settled(self) -> list[int]:
-        """What the draft reads before its tree."""
+        """The tokens that the draft is fed before its tree."""
         return self.seq.tokens[: len(self.seq.tokens) - 1 - self.root]
 
     def path(self, node: int) -> list[int]:
-        """Guesses on the way to a node."""
+        """The draft tokens on the path to a node."""
         return [self.scored.tokens[n] for n in self.scored.path(node)[self.root + 1 :]]
 
 
 class DraftSlot(NamedTuple):
-    """The slot of a draft model that a request has."""
+    """A request's slot in the cache of a draft model."""
 
     lm: LM
     slot: int
 
 
 class ModelDrafter(SizedDrafter):
-    """A drafter that asks a model: a subclass says which one, and brings the options of a tree."""
+    """A drafter that runs a model; a subclass chooses the model and declares the tree options."""
 
-    model_source: str | None = ""  # all of its nodes, which have no other name than the drafter's
-    unsettled: ClassVar[int] = 1  # tokens at the end of the text that the next pass may see changed
+    model_source: str | None = ""  # "": all of its nodes, which carry no source name of their own
+    unsettled: ClassVar[int] = 1  # tokens at the end of the text that may change before the next pass
 
     def lm(self, seq: Sequence) -> LM:
-        """The model that drafts for this request; the same one for all requests of a target."""
+        """The model that drafts for this request; all requests of one target share it."""
         raise NotImplementedError
 
     def slot(self, seq: Sequence) -> int:
-        """The slot of `lm` that this request has."""
+        """This request's slot in the cache of `lm`."""
         lm = self.lm(seq)
         return seq.state(self, lambda: DraftSlot(lm, lm.acquire(seq.tokens[:-1], context=seq.context))).slot
 
@@ -100,7 +100,7 @@ class ModelDrafter(SizedDrafter):
         growths = [TreeGrowth.begin(seq, budget, self.unsettled) for seq, budget in zip(seqs, able, strict=True)]
         active = [growth for growth in growths if _can(growth, lm)]
         lm.feed([growth.settled for growth in active], [self.slot(growth.seq) for growth in active])
-        drafted = self._by_itself(lm, active)
+        drafted = self._drafted_whole(lm, active)
         if drafted is not None:
             return [drafted.get(id(growth), Tree([growth.seq.tokens[-1]])) for growth in growths]
         while active:
@@ -109,9 +109,9 @@ class ModelDrafter(SizedDrafter):
             active = [growth for growth, s in zip(active, scores, strict=True) if self._grow(growth, s.logits.all())]
         return [_final(growth) for growth in growths]
 
-    def _by_itself(self, lm: LM, growths: Seq[TreeGrowth]) -> dict[int, Tree] | None:
-        """What the model drafts without a look from outside at each level; None where it cannot, or where a policy
-        wants to look."""
+    def _drafted_whole(self, lm: LM, growths: Seq[TreeGrowth]) -> dict[int, Tree] | None:
+        """Let the model draft whole trees, without reading each level back. None where the model cannot, or where a
+        policy must see every level."""
         if lm.drafts is None:
             return None
         picks = [pick for growth in growths if (pick := _own_pick(growth)) is not None]
@@ -130,17 +130,18 @@ class ModelDrafter(SizedDrafter):
         return {id(growth): _planted(growth, tokens, shape.depth) for growth, tokens, shape in drafts}
 
     def _grow(self, growth: TreeGrowth, logits: Tensor) -> bool:
-        """Add one level; True when there is more to draft."""  # [new nodes, vocab]
+        """Add one level; return True if there is more to draft."""  # [new nodes, vocab]
         tree, seq, budget = growth.scored, growth.seq, growth.budget
         first = max(growth.since, growth.root)
         try:
             new = fitted(logits[first - growth.since :], seq.vocab)
             level = self._children(growth, range(first, len(tree)), new)
-        except RequestFailed:  # no token that the draft knows is allowed here; other rows go on
+        except RequestFailed:  # none of the draft's tokens is allowed here; other requests continue
             return False
         growth.candidates += level
         growth.since, growth.depth = len(tree), growth.depth + 1
-        # Under a distribution of the draft's own, which draws grow on must not depend on what they are: the first does.
+        # If the draft samples from its own distribution, the draw to extend must not be chosen by its value: it is
+        # always the first.
         frontier = level[:1]
         if seq.verifier.shares_noise:
             frontier = sorted(level, key=lambda c: -c.reach)[: budget.width]
@@ -156,7 +157,7 @@ class ModelDrafter(SizedDrafter):
         return True
 
     def _children(self, growth: TreeGrowth, nodes: Seq[int], logits: Tensor) -> list[Candidate]:
-        """What the draft would put under these nodes, which are of one depth."""  # [nodes, vocab]
+        """The draft's candidates under these nodes, which all have the same depth."""  # [nodes, vocab]
         seq, found = growth.seq, list[Candidate]()
         prefixes = [seq.tokens + growth.path(node) for node in nodes]
         for node, seen in zip(nodes, ranked_candidates(seq, logits, prefixes, growth.budget.width), strict=True):
@@ -169,7 +170,7 @@ class ModelDrafter(SizedDrafter):
 
 
 class SelfDrafting(ModelDrafter):
-    """A drafter whose model is made of the target's own layers, when the first request names the target."""
+    """A drafter that makes its model from the target itself, once the first request names the target."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,7 +179,7 @@ class SelfDrafting(ModelDrafter):
         self._version = 0  # of the target's weights
 
     def make(self, target: LM, tokens: list[int]) -> LM:
-        """The draft of this target; `tokens` are the first prompt, on which layers may be chosen."""
+        """Make the draft model of this target; `tokens`, from the first prompt, may be used to choose layers."""
         raise NotImplementedError
 
     def open(self, seq: Sequence) -> None:
@@ -194,7 +195,7 @@ class SelfDrafting(ModelDrafter):
             assert seq.target is not None, "the engine names the target"
             if seq.target.layers is None or seq.target.layers.count < 2:
                 raise UnsupportedModel(
-                    f"{self.name} needs a model's layers and hidden states, and this one hands none out"
+                    f"{self.name} needs a model's layers and hidden states, which this model does not provide"
                 )
             self._lm, self._target = self.make(seq.target, seq.tokens[-TEXT:]), seq.target
             self._version = _version(seq.target)
@@ -206,13 +207,13 @@ def _version(lm: LM) -> int:
 
 
 def _can(growth: TreeGrowth, lm: LM) -> bool:
-    """The target may use ids, or write a text, beyond what a smaller draft has; then it cannot follow."""
-    tokens, asked = growth.seq.tokens, growth.budget.levels
-    return asked > 0 and max(tokens) < lm.vocab and len(tokens) + asked <= lm.max_length
+    """Whether the draft can follow: the target's text may exceed its vocabulary or its context."""
+    tokens, levels = growth.seq.tokens, growth.budget.levels
+    return levels > 0 and max(tokens) < lm.vocab and len(tokens) + levels <= lm.max_length
 
 
 def _final(growth: TreeGrowth) -> Tree:
-    """The tree to verify: the candidates that are likeliest to be accepted; a likely node's parents are likelier."""
+    """The tree to verify: the candidates most likely to be accepted; parents are likelier than their children."""
     order = growth.candidates
     if growth.seq.verifier.shares_noise:
         order = sorted(order, key=lambda c: -c.reach)[: growth.budget.nodes]
@@ -229,22 +230,22 @@ def _final(growth: TreeGrowth) -> Tree:
     return tree
 
 
-def _planted(growth: TreeGrowth, guesses: Seq[DraftToken], depth: int) -> Tree:
-    """The tree of a draft's own guesses, parents first, as far as this request may go."""
+def _planted(growth: TreeGrowth, drafted: Seq[DraftToken], depth: int) -> Tree:
+    """Build the tree of a model's own draft tokens, parents first, within this request's budget."""
     tree, depths, places = Tree([growth.seq.tokens[-1]]), [0], list[int | None]()
-    for guess in guesses:
-        parent = ROOT if guess.parent < 0 else places[guess.parent]
-        possible = guess.token < growth.seq.vocab and len(tree) <= growth.budget.nodes  # the draft may know more tokens
+    for item in drafted:
+        parent = ROOT if item.parent < 0 else places[item.parent]
+        possible = item.token < growth.seq.vocab and len(tree) <= growth.budget.nodes  # its vocabulary may be larger
         if parent is None or not possible or depths[parent] >= depth:
             places.append(None)
             continue
-        places.append(tree.add(parent, guess.token, Signal(guess.prob, 0.0)))
+        places.append(tree.add(parent, item.token, Signal(item.prob, 0.0)))
         depths.append(depths[parent] + 1)
     return tree
 
 
 def _own_pick(growth: TreeGrowth) -> Pick | None:
-    """How the draft may choose by itself: with the target's noise, where nobody looks."""
+    """The sampling rule with which a model may draft whole trees; None where it cannot, or where levels are watched."""
     seq, pick = growth.seq, growth.seq.sampler.pick
     watched = growth.budget.stop is not None or seq.policy.watches_draft
     if watched or not seq.verifier.shares_noise or pick is None or pick.filters or pick.rule != GUMBEL:

@@ -1,8 +1,8 @@
-"""Slots: trees from distributions of several tokens ahead that were all guessed at once.
+"""Trees from the distributions of several next tokens, which a parallel head predicts all at once.
 
-Such a distribution knows its place, not what was guessed before it, so a path is as likely as its tokens are, each in
-its slot. The likeliest tree of so many nodes is found best-first over ranks (DDTree), or its ranks are given, as Medusa
-does.
+Each slot of the head has one distribution. It depends on the position, not on the draft tokens before it (unless the
+head is linked), so a path's probability is the product over its slots. The likeliest tree of a given size is found
+best-first over ranks (DDTree), or its ranks are fixed, as in Medusa.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from outpace.drafting.candidates import RankedCandidates, ranked_candidates
 from outpace.drafting.rank_template import template
 from outpace.errors import RequestFailed, UsageError
 
-Ranks = tuple[int, ...]  # a path of a tree: the first slot's token of this rank, the second's of that, and so on
+Ranks = tuple[int, ...]  # a path of a tree: the rank of its token in the first slot, in the second, and so on
 
 
 class PathDistributions(Protocol):
-    """What one request's next tokens could be."""
+    """The candidates for one request's next tokens."""
 
     seq: Sequence
 
     def behind(self, path: list[int]) -> RankedCandidates | None:
-        """What could follow these guesses; None where there is no slot, or no token that is allowed."""
+        """The candidates after these draft tokens; None where there is no slot or no allowed token."""
 
 
 class SlotDistributions:
-    """The distributions of one request's next tokens, as its sampler sees them."""
+    """The candidates for one request's next tokens, from independent slots and after its sampler's processing."""
 
     def __init__(self, seq: Sequence, logits: Tensor, width: int):  # [slots, vocab]
         self.seq, self.logits, self.width = seq, logits, width
@@ -42,17 +42,17 @@ class SlotDistributions:
     def behind(self, path: list[int]) -> RankedCandidates | None:
         if len(path) >= len(self.logits):
             return None
-        # Processors look at the guesses: with them a slot has another distribution behind each path, else all are seen
-        # at once.
+        # Logits processors depend on the draft tokens: with them, a slot has another distribution after each path.
+        # Without them, all slots are ranked at once.
         alone = bool(self.seq.sampler.processors)
         key, at = (tuple(path), 0) if alone else ((), len(path))
         if key not in self._seen:
-            self._seen[key] = self._look(path, 1) if alone else self._look([], len(self.logits))
+            self._seen[key] = self._ranked(path, 1) if alone else self._ranked([], len(self.logits))
         return self._seen[key][at] if at < len(self._seen[key]) else None
 
-    def _look(self, path: list[int], count: int) -> list[RankedCandidates]:
+    def _ranked(self, path: list[int], count: int) -> list[RankedCandidates]:
         first, tokens = len(path), self.seq.tokens + path
-        prefixes = [tokens + [0] * ahead for ahead in range(count)]  # of which only the length is looked at
+        prefixes = [tokens + [0] * ahead for ahead in range(count)]  # only their lengths matter
         try:
             return ranked_candidates(self.seq, self.logits[first : first + count], prefixes, self.width)
         except RequestFailed:
@@ -60,12 +60,12 @@ class SlotDistributions:
 
 
 def grow(seq: Sequence, logits: Tensor, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
-    """From distributions that do not depend on what comes before them."""  # [slots, vocab]
+    """Build a tree from slots that do not depend on the draft tokens before them."""  # [slots, vocab]
     return grown(SlotDistributions(seq, logits[: budget.depth], budget.width), budget, ranks)
 
 
 def grown(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
-    """A tree within the budget: by `ranks` if there are any, else the best; a chain where it has to be drawn."""
+    """Build a tree within the budget: a drawn chain if the verifier needs one, else by `ranks`, else the likeliest."""
     seq = slots.seq
     if not seq.verifier.shares_noise and not seq.sampler.greedy:
         return drawn(slots, budget)
@@ -73,9 +73,9 @@ def grown(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks] = ()) -> T
 
 
 def best_first(slots: PathDistributions, budget: Budget) -> Tree:
-    """The nodes that are likeliest to be accepted; a parent is likelier than its children, so they hang together."""
+    """The nodes most likely to be accepted. A parent is likelier than its children, so these nodes form a tree."""
     tree, paths = Tree([slots.seq.tokens[-1]]), [list[int]()]
-    frontier: list[tuple[float, int, int, float]] = []  # minus its log probability, parent, rank there, the parent's
+    frontier: list[tuple[float, int, int, float]] = []  # the path's -log(probability), parent, rank, the parent's
 
     def push(parent: int, rank: int, cost: float) -> None:
         seen = slots.behind(paths[parent])
@@ -96,7 +96,7 @@ def best_first(slots: PathDistributions, budget: Budget) -> Tree:
 
 
 def static(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks]) -> Tree:
-    """The same ranks in every tree, as far as the budget goes."""
+    """A tree with fixed ranks, up to the limit of the budget."""
     tree, paths, place = Tree([slots.seq.tokens[-1]]), [list[int]()], dict[Ranks, int]()
     place[()] = ROOT
     for path in ranks:
@@ -111,8 +111,8 @@ def static(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks]) -> Tree:
 
 
 def drawn(slots: PathDistributions, budget: Budget) -> Tree:
-    """A chain, each token drawn from its slot's distribution, which is left in the tree: what was drawn may not be
-    chosen."""
+    """A chain of tokens drawn from the slots' distributions, which are stored in the tree. A drawn token always stays:
+    it must not be selected by its value."""
     seq, path = slots.seq, list[int]()
     tree = Tree([seq.tokens[-1]])
     while len(path) < budget.nodes and (seen := slots.behind(path)) is not None:
@@ -126,19 +126,21 @@ def drawn(slots: PathDistributions, budget: Budget) -> Tree:
 
 
 def parse(text: str) -> list[Ranks]:
-    """Paths of a static tree from "0+1+0-0+0-1": the best token of the first slot, the second best of it, and so on."""
+    """Read the paths of a static tree from "0+1+0-0+0-1": the first slot's best token, its second best, and so on."""
     try:
         found = [tuple(int(rank) for rank in path.split("-")) for path in text.split("+") if path.strip()]
     except ValueError as error:
-        raise UsageError(f"a template is written as 0+1+0-0+0-1, got {text!r}") from error
+        raise UsageError(f"{text!r} is no template; write one as 0+1+0-0+0-1") from error
     for i, path in enumerate(found):
         if path[:-1] and path[:-1] not in found[:i]:
-            raise UsageError(f"the template has {_spelled(path)!r} without, or before, {_spelled(path[:-1])!r}")
+            raise UsageError(
+                f"the template has {_spelled(path)!r}, but not its parent {_spelled(path[:-1])!r} before it"
+            )
     return list(dict.fromkeys(found))
 
 
 def spell(accepted: Seq[Seq[float]], nodes: int) -> str:
-    """The template of the likeliest paths, where `accepted[slot][rank]` is how often this rank was right."""
+    """Write the template of the likeliest paths; `accepted[slot][rank]` says how often this rank was accepted."""
     found: list[Ranks] = []
     for slot in template(accepted, nodes, len(accepted)):
         found.append((*(found[slot.parent] if slot.parent >= 0 else ()), slot.rank))

@@ -1,4 +1,4 @@
-"""Rank template: which ranks of a table of successors, or of a slot, a tree takes, the likeliest first."""
+"""Rank template: the ranks, in a successor table or in a head's slots, that a tree takes, likeliest first."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import heapq
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-RANKS, DEPTH = 8, 8  # of the template: the width and depth that did best in the paper's ablation
+RANKS, DEPTH = 8, 8  # size of the template: the best width and depth in the paper's ablation
 
 
 def likely_ranks(depth: int = DEPTH, ranks: int = RANKS) -> tuple[tuple[float, ...], ...]:
-    """Probabilities of each rank at each depth before anything was counted: half of the mass is on the first."""
+    """Prior probabilities of each rank at each depth, before any counts: half of the mass is on the first rank."""
     return ((*(0.5 / (rank + 1) ** 1.5 for rank in range(ranks)),),) * depth
 
 
 class TemplateNode(NamedTuple):
-    """A place of the template: the rank it takes of its parent's successors."""
+    """A node of the template: the rank of its token among its parent's successors."""
 
     parent: int  # in the template; -1: the root
     rank: int
@@ -24,13 +24,13 @@ class TemplateNode(NamedTuple):
 
 
 def template(ranks: Seq[Seq[float]], count: int, depth: int) -> list[TemplateNode]:
-    """The likeliest rank paths from the root, parents before their children; beyond the last depth it repeats."""
+    """The `count` likeliest rank paths, parents before children. Depths beyond the last of `ranks` repeat it."""
     found: list[TemplateNode] = []
 
     def level(at: int) -> Seq[float]:
         return ranks[min(at, len(ranks)) - 1]
 
-    frontier = [(-level(1)[0], 1, -1, 0, 1.0)]  # minus the probability of the path, depth, parent, rank, the parent's
+    frontier = [(-level(1)[0], 1, -1, 0, 1.0)]  # minus the path's probability, depth, parent, rank, parent's
     while frontier and len(found) < count:
         cost, at, parent, rank, reach = heapq.heappop(frontier)
         found.append(TemplateNode(parent, rank, at, level(at)[rank]))

@@ -1,4 +1,4 @@
-"""Successors: the table of Token Recycling. What the target last thought could follow each token."""
+"""The successor table of Token Recycling: the target's latest predictions of what follows each token."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BLOCK = 256  # tokens
 
 
 class Successors:
-    """Every scored node, accepted or not, leaves the target's `k` likeliest successors of its token, in order."""
+    """The `k` likeliest successors of each token, in order. Every scored node updates its token, accepted or not."""
 
     def __init__(self, k: int):
         self.k = k
         self.table = torch.empty(0, k, dtype=torch.int64)  # [vocab, k], kept across requests
 
     def sized(self, vocab: int) -> Tensor:
-        """The table, made when the vocabulary is known."""  # [vocab, k]
+        """The table, allocated once the vocabulary size is known."""  # [vocab, k]
         if len(self.table) < vocab:
             self.table = torch.full((vocab, self.k), EMPTY)
         return self.table
@@ -31,19 +31,19 @@ class Successors:
         return self.table[token].tolist()
 
     def learn_text(self, tokens: Seq[int]) -> None:
-        """A text that is new teaches what follows a token that the target was never asked about."""
+        """Learn the successors in a new text, for tokens that the table has no entry for."""
         text = torch.tensor(tokens)
         new = self.table[text[:-1], 0] == EMPTY
         self.table[text[:-1][new], 0] = text[1:][new]
 
     def learn(self, tree: Tree, logits: Tensor) -> None:  # [nodes, vocab]
-        last = {token: node for node, token in enumerate(tree.tokens)}  # a token that stands twice: the last wins
+        last = {token: node for node, token in enumerate(tree.tokens)}  # if a token occurs twice, the last node wins
         successors = likeliest(logits, self.k).to(self.table)  # [nodes, k]
         self.table[list(last)] = successors[list(last.values())]
 
 
 def likeliest(logits: Tensor, k: int) -> Tensor:  # [nodes, vocab] -> [nodes, k]
-    """The k best tokens in order. On a CPU by blocks: the best lie in the k blocks with the highest tops."""
+    """The k best tokens in order. On a CPU they are searched only in the k blocks with the highest maxima."""
     nodes, vocab = logits.shape
     if logits.is_cuda or vocab < k * BLOCK:
         return logits.topk(k).indices

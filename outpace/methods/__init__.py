@@ -1,1 +1,1 @@
-"""One file for each method: what it drafts, and its options."""
+"""Drafting methods, one file each: what a method drafts, and its options."""

@@ -1,7 +1,7 @@
-"""Auto: several methods guess, their trees become one, and the policy "auto" verifies what of it pays.
+"""Auto: merges the trees of several methods into one, of which the policy "auto" verifies the part that pays.
 
-What is guessed is larger than what is verified. A draft model is one of those who guess, as deep as the budget's
-`levels` allow: the only one whose guesses cost passes.
+More is drafted than verified. A draft model can be one of the methods. It is the only one that costs model passes, so
+it drafts only as deep as the budget's `levels` allow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Budget, Tree
 from outpace.errors import UsageError
 
-# Retrieval that will be pruned may guess more freely than retrieval that is verified as it is.
+# Retrieval whose tree is pruned may draft more freely than retrieval that is verified as it is.
 FREER: dict[str, dict[str, Any]] = {
     "suffix": {"per_match": 4.0},
     "recycling": {"nodes": 20, "depth": 5},
@@ -26,20 +26,20 @@ FREER: dict[str, dict[str, Any]] = {
 
 @dataclass(eq=False)
 class Auto(Drafter):
-    """The guesses of several methods as one tree, of which the policy `auto` verifies what pays."""
+    """Merges drafts of several methods and verifies only the part that pays."""
 
     policy = "auto"
     draft: LM | None = None
-    candidates: str = "suffix+recycling"  # methods that guess without a pass per level, "name:option=value" each
+    candidates: str = "suffix+recycling"  # methods that need no model pass per level, "name:option=value" each
     _parts: list[Drafter] = field(init=False, repr=False)
     _limits: list[Budget] = field(init=False, repr=False)
     _model: Drafter | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         named = [registry.parse(spec) for spec in self.candidates.split("+") if spec.strip()]
-        wrong = [name for name, _ in named if name == "auto" or _asks_a_model(registry.find(name))]
+        wrong = [name for name, _ in named if name == "auto" or _needs_model(registry.find(name))]
         if wrong:
-            raise UsageError(f"{wrong[0]!r} cannot be a candidate of auto: it takes methods that need no model")
+            raise UsageError(f"{wrong[0]!r} cannot be a candidate of auto, which only takes methods that need no model")
         self._parts = [registry.method(name, **FREER.get(name, {}) | options) for name, options in named]
         self._limits = [part.limit for part in self._parts]
         self.limit = Budget(
@@ -61,13 +61,15 @@ class Auto(Drafter):
             part.open(seq)
         read = {part.taps: part.name for part in self._parts if part.taps}
         if len(read) > 1:
-            raise UsageError(f"{' and '.join(read.values())} read different hidden states and cannot both guess here")
+            raise UsageError(
+                f"{' and '.join(read.values())} read different hidden states and cannot be combined in auto"
+            )
         self.taps = next(iter(read), ())
         if seq.target is not None and seq.target.lazy_logits:
-            self._spare()
+            self._drop_logit_readers()
 
-    def _spare(self) -> None:
-        """Do without those that look at the logits of every pass, if there are others."""
+    def _drop_logit_readers(self) -> None:
+        """Drop the methods that read the logits of every pass, if there are others."""
         able = [i for i, part in enumerate(self._parts) if not part.reads_logits]
         if able:
             self._parts, self._limits = [self._parts[i] for i in able], [self._limits[i] for i in able]
@@ -77,12 +79,12 @@ class Auto(Drafter):
 
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         trees = self._retrieve(seqs, budgets)
-        asked = [i for i, budget in enumerate(budgets) if self._model is not None and budget.levels]
-        if self._model is not None and asked:
-            alike = [replace(budgets[i], width=self._model.limit.width) for i in asked]
-            drafted = self._model.propose_batch([seqs[i] for i in asked], alike)
-            for i, tree in zip(asked, drafted, strict=True):
-                # Guesses that were drawn from a distribution may stand beside no others.
+        deep = [i for i, budget in enumerate(budgets) if self._model is not None and budget.levels]
+        if self._model is not None and deep:
+            alike = [replace(budgets[i], width=self._model.limit.width) for i in deep]
+            drafted = self._model.propose_batch([seqs[i] for i in deep], alike)
+            for i, tree in zip(deep, drafted, strict=True):
+                # Draft tokens that were drawn from a distribution must not get siblings from other methods.
                 trees[i] = tree if tree.proposals else merge(trees[i], tree, self._model.name)
         return trees
 
@@ -94,15 +96,15 @@ class Auto(Drafter):
             ]
             for tree, found in zip(trees, part.propose_batch(seqs, own), strict=True):
                 merge(tree, found, part.name)
-                tree.signals.clear()  # only a draft model's are left, so that they tell which nodes are its
+                tree.signals.clear()  # only the draft model's signals stay: they mark its nodes
         for seq in seqs:
             seq.state(self, list[bool])[:] = [True]
         return trees
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
-        """Learn, unless nobody was asked: while guessing is off it should cost nothing."""
-        asked = seq.state(self, list[bool])
-        if asked and asked.pop():
+        """Learn from a pass, unless nothing was proposed for it: while drafting is off, it should cost nothing."""
+        proposed = seq.state(self, list[bool])
+        if proposed and proposed.pop():
             for part in self._parts:
                 part.observe(seq, step, scores)
 
@@ -111,12 +113,12 @@ class Auto(Drafter):
             part.close(seq)
 
 
-def _asks_a_model(cls: type[Drafter]) -> bool:
+def _needs_model(cls: type[Drafter]) -> bool:
     return bool(registry.required(cls)) or cls.model_source is not None
 
 
 def merge(tree: Tree, other: Tree, source: str) -> Tree:
-    """Add what `other` has; where two agree the first stays named, and both together are surer than each."""
+    """Add the nodes of `other`. A node that both have keeps its source, and its probability rises."""
     place = [ROOT]
     for node in range(1, len(other)):
         parent, signal = place[other.parents[node]], other.signals.get(node)

@@ -1,6 +1,6 @@
-"""Assisted generation: a smaller model guesses.
+"""Assisted generation: a smaller model drafts.
 
-A draft with another tokenizer (universal assisted generation) guesses the tokens that both have, or text.
+A draft model with another tokenizer (universal assisted generation) drafts in shared tokens, or in text.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from outpace.drafting.model_drafter import ModelDrafter
 from outpace.errors import UsageError, unknown
 
 ALIGN = ("auto", "tokens", "text")
-UNSETTLED = 4  # tokens at the end of a text told by another tokenizer that what follows may still change
+UNSETTLED = 4  # tokens at the end of a re-encoded text that may still change when text is added
 
 
 @dataclass(eq=False)
 class Draft(ModelDrafter):
-    """A smaller model guesses what comes next; its tokenizer may be another one."""
+    """A smaller model drafts; its tokenizer may differ from the target's."""
 
     draft: LM
     depth: int = 5
-    nodes: int = 0  # 0: as many as a chain, or a tree of this width, of this depth has
+    nodes: int = 0  # 0: depth * width
     width: int = 1
-    align: str = "auto"  # with another tokenizer: guess shared "tokens", or "text"; "auto" chooses
-    _retold: TextDrafter | None = field(default=None, init=False, repr=False)
+    align: str = "auto"  # with another tokenizer: draft in shared "tokens" or in "text"; "auto" chooses
+    _text_drafter: TextDrafter | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,13 +37,13 @@ class Draft(ModelDrafter):
             raise unknown("align", self.align, ALIGN)
         if isinstance(self.draft, TranslatedLM):
             lm = self.draft.lm
-            # Where a model cannot be cut back, tokens that may still change stay out of its state.
+            # A model that cannot be rolled back must not be fed tokens that may still change.
             inner = (Draft if lm.trees else LateDraft)(lm, self.depth, self.nodes, self.width)
-            self._retold = TextDrafter(inner, self.draft.pair, lm.max_length)
+            self._text_drafter = TextDrafter(inner, self.draft.pair, lm.max_length)
         elif self.draft is not None and self.align != "auto":
             raise UsageError(
-                f"align={self.align!r} is for a draft with another tokenizer than the target's; this one has the "
-                "same, or none is known: pass draft and target as models with their tokenizers, wrap(model, tokenizer)"
+                f"align={self.align!r} needs a draft with another tokenizer than the target's, but this one has the "
+                "same, or none is known; make both models with their tokenizers: wrap(model, tokenizer)"
             )
 
     def models(self) -> list[LM]:
@@ -53,11 +53,11 @@ class Draft(ModelDrafter):
         return self.draft
 
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
-        if self._retold is None:
+        if self._text_drafter is None:
             return super().propose_batch(seqs, budgets)
         trees: dict[int, Tree] = {}
-        for draft, told in ((self._retold.propose_batch, True), (super().propose_batch, False)):
-            some = [i for i, seq in enumerate(seqs) if self._by_text(seq) == told]
+        for draft, in_text in ((self._text_drafter.propose_batch, True), (super().propose_batch, False)):
+            some = [i for i, seq in enumerate(seqs) if self._by_text(seq) == in_text]
             if some:
                 drafted = draft([seqs[i] for i in some], [budgets[i] for i in some])
                 trees |= dict(zip(some, drafted, strict=True))
@@ -69,12 +69,12 @@ class Draft(ModelDrafter):
         return self.align == "text"
 
     def close(self, seq: Sequence) -> None:
-        if self._retold is not None:
-            self._retold.close(seq)
+        if self._text_drafter is not None:
+            self._text_drafter.close(seq)
         super().close(seq)
 
 
 class LateDraft(Draft):
-    """Reads the last tokens of a text anew with every pass."""
+    """Reads the last tokens of a text again in every pass, as they may still change."""
 
     unsettled = UNSETTLED

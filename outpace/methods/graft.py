@@ -1,7 +1,7 @@
-"""Graft: a draft that stops where it is unsure, and successors of the root in the places that this leaves.
+"""Graft: stops another method's draft where it is unsure, and fills the free places with successors of the root.
 
-A pruned tree can never accept more than the whole one; nodes from elsewhere can. So the number of nodes stays, the
-draft costs less, and what it would have been unsure of is replaced by what the target thought before.
+A pruned tree can never have more accepted tokens than the full tree, but nodes from another source can. So the number
+of nodes stays the same, the draft costs less, and its unsure part is replaced by the target's earlier predictions.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from outpace.drafting.rank_template import TemplateNode, template
 from outpace.drafting.successor_table import Successors
 from outpace.errors import UsageError
 
-SPARE = 3  # times the nodes of a tree that the template has: some of it will be there already, some unknown
+SPARE = 3  # size of the template, in `nodes`: some of its tokens are in the tree already, some are unknown
 
 
 @dataclass(eq=False)
 class Graft(Drafter):
-    """Another method's guesses, cut where it is unsure, and the target's earlier thoughts in the places that frees."""
+    """Replaces the unlikely part of another method's draft with recycled tokens."""
 
     reads_logits: ClassVar[bool] = True
     draft: LM | None = None
-    inner: str | Drafter | None = None  # the method that is wrapped; None: draft, or suffix where there is no draft
+    inner: str | Drafter | None = None  # the wrapped method; None: draft, or suffix if there is no draft
     nodes: int = 60
-    calibration: str | None = None  # a file of `outpace calibrate`
+    calibration: str | None = None  # a file from `outpace calibrate`
     _inner: Drafter = field(init=False, repr=False)
     _grafting: Grafting = field(init=False, repr=False)
     _known: Successors = field(init=False, repr=False)
@@ -72,7 +72,7 @@ class Graft(Drafter):
         return [self._grafted(*given) for given in zip(seqs, drafted, budgets, strict=True)]
 
     def _share(self, budget: Budget) -> Budget:
-        """What the wrapped method may draft, and where it looks whether to go on."""
+        """The budget of the wrapped method, with the gates at which it may stop."""
         own = self._inner.limit
         return replace(
             budget, depth=min(budget.depth, own.depth), nodes=min(budget.nodes, own.nodes),
@@ -81,7 +81,7 @@ class Graft(Drafter):
 
     def _grafted(self, seq: Sequence, drafted: Tree, budget: Budget) -> Tree:
         self._learn_prompt(seq)
-        if drafted.proposals:  # tokens that were drawn from a distribution may not be dropped, nor stand beside others
+        if drafted.proposals:  # tokens drawn from a distribution must stay, and must not get siblings
             return drafted
         tree = graft_gates.prune(drafted, self._grafting.gates, budget.nodes)
         for node in range(1, len(tree)):
@@ -113,4 +113,4 @@ def _read(path: str) -> Grafting:
     try:
         return Grafting.from_section(found)
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"the calibration {path!r} is not of this format: {error!r}") from error
+        raise UsageError(f"the calibration file {path!r} has an invalid section for graft: {error!r}") from error

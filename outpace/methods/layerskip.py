@@ -1,7 +1,7 @@
-"""LayerSkip: the target guesses with its own first layers, and verifies from there on with the others.
+"""LayerSkip: the target drafts with its own first layers and verifies with the others.
 
-The draft lives in the target's own cache, and a pass of the target goes on where the draft stopped, so that no layer
-runs twice for a guess. A model that was trained for early exits guesses well; most others need most of their layers.
+The draft uses the target's own KV cache, and a pass of the target continues where the draft stopped, so no layer runs
+twice for a draft token. A model trained for early exits drafts well; most others need most of their layers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class LayerSkip(SelfDrafting):
-    """The target's own first layers guess; verification goes on from where they stopped."""
+    """The target's first layers draft; its other layers verify."""
 
-    exit: int | str = 0  # after so many layers; 0: a quarter of them; "auto": chosen on the first prompt
-    skip: int | str | tuple[int, ...] = 0  # instead: leave out so many, found on the first prompt, or these: "9+12-14"
+    exit: int | str = 0  # after this many layers; 0: a quarter of them; "auto": chosen on the first prompt
+    skip: int | str | tuple[int, ...] = 0  # instead: leave out N, found on the first prompt, or these: "9+12-14"
     depth: int = 4
-    nodes: int = 0  # 0: as many as a chain, or a tree of this width, of this depth has
+    nodes: int = 0  # 0: depth * width
     width: int = 1
 
     def __post_init__(self) -> None:
@@ -36,8 +36,8 @@ class LayerSkip(SelfDrafting):
         if isinstance(self.skip, int) and self.skip < 0:
             raise UsageError(f"skip={self.skip} is not a number of layers")
         if self.skip and self.exit:
-            raise UsageError("layerskip takes an exit or layers to skip, not both")
-        self._shared = False  # whether the draft lives in the target's own rows
+            raise UsageError("layerskip takes either an exit or layers to skip, not both")
+        self._shared = False  # whether the draft uses the target's own cache slots
 
     def make(self, target: LM, tokens: list[int]) -> LM:
         probe = LayerProbe(target, [ProbeText(tokens)])
@@ -52,7 +52,7 @@ class LayerSkip(SelfDrafting):
             raise UsageError(
                 f"exit={layers} leaves nothing to verify with: this model has {layers_of(target).count} layers"
             )
-        logger.info("layerskip leaves after %d of %d layers", layers, layers_of(target).count)
+        logger.info("layerskip exits after %d of %d layers", layers, layers_of(target).count)
         early = layers_of(target).early_exit(layers)
         self._shared = early is not None
         return layers_of(target).slice(range(layers)) if early is None else early

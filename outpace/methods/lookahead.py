@@ -1,7 +1,7 @@
-"""Lookahead decoding: Jacobi iterations on a window of guesses fill a pool of n-grams, which are tried as drafts.
+"""Lookahead decoding: Jacobi iterations on a window of draft tokens fill a pool of n-grams, which are tried as drafts.
 
-The window is a comb: a spine of guesses for the next positions and, under each, what the target made of it in the
-passes before. That is a tree, so the ordinary pass scores it together with the n-grams from the pool.
+The window is a comb: a spine of draft tokens for the next positions and, under each, what the target predicted after
+it in the passes before. That is a tree, so the ordinary pass scores it together with the n-grams from the pool.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from outpace.errors import UsageError
 
 @dataclass
 class LookaheadWindow:
-    """`levels[k][i]`: the guess, k passes old, for the position i + k after the root's next; and the n-gram pool."""
+    """The window of a request, and its n-gram pool."""
 
-    levels: list[list[int]]
-    pool: dict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=dict)  # first token -> rests, old first
+    levels: list[list[int]]  # [k][i]: the draft token for the position i + k + 1 after the root; the oldest level first
+    # First token of an n-gram -> the tokens after it, oldest first.
+    pool: dict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Lookahead(Drafter):
-    """The target's own parallel guesses become n-grams; those that start with the last token are verified."""
+    """Collects n-grams from the target's parallel Jacobi predictions and verifies them."""
 
     reads_logits: ClassVar[bool] = True
     window: int = 5
@@ -56,7 +57,7 @@ class Lookahead(Drafter):
         return tree
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
-        """One Jacobi iteration: each tooth's prediction completes an n-gram, and the oldest level goes."""
+        """One Jacobi iteration: the prediction after a tooth completes an n-gram, and the oldest level is dropped."""
         state = self._state(seq)
         predicted = scores.logits.all().argmax(-1).tolist()
         newest = list(state.levels[-1])
@@ -77,7 +78,7 @@ class Lookahead(Drafter):
 
     def _state(self, seq: Sequence) -> LookaheadWindow:
         def fresh() -> LookaheadWindow:
-            # Any tokens will do to start with; those of the prompt are at least of its language.
+            # Any tokens can fill the first window; the prompt's are at least in its language.
             size = self.window + self.n - 2
             seeds = [seq.tokens[-1 - i % len(seq.tokens)] for i in range(size)]
             return LookaheadWindow([seeds[k : k + self.window] for k in range(self.n - 1)])

@@ -1,4 +1,4 @@
-"""Prompt lookup: find the last words earlier in the text and copy what followed them."""
+"""Prompt lookup: find the last tokens earlier in the text and copy what followed them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outpace.core.sequence import Sequence
 from outpace.core.tree import Budget, Tree
 from outpace.errors import UsageError
 
-# How sure it is that the next token follows too, by how many matched.
+# Estimated probability that the next token matches too, by the number of tokens that matched.
 TRUST = [1 - 0.75**n for n in range(64)]
 
 
@@ -19,12 +19,12 @@ class Index:
     """Where each n-gram of a sequence ended, oldest first."""
 
     ends: defaultdict[tuple[int, ...], list[int]] = field(default_factory=lambda: defaultdict(list))
-    done: int = 0  # n-grams that end here or before are in
+    done: int = 0  # n-grams that end here or earlier are indexed
 
 
 @dataclass(eq=False)
 class NGram(Drafter):
-    """Copy what followed the longest, most recent match of the last tokens; several matches become a tree."""
+    """Prompt lookup: copies what followed the last tokens earlier in the text."""
 
     max_n: int = 4
     min_n: int = 1
@@ -51,7 +51,7 @@ class NGram(Drafter):
 
     def _index(self, seq: Sequence) -> Index:
         index = seq.state(self, Index)
-        # The last token has no continuation yet, so n-grams that end with it wait.
+        # The last token has no continuation yet, so n-grams that end with it are added later.
         for end in range(index.done + 1, len(seq.tokens)):
             for n in range(self.min_n, min(self.max_n, end) + 1):
                 index.ends[tuple(seq.tokens[end - n : end])].append(end)
@@ -60,6 +60,6 @@ class NGram(Drafter):
 
 
 def continuation(tokens: list[int], start: int, count: int) -> list[int]:
-    """What follows `start`; past the end of the text it goes on with itself, so a repetition is drafted in full."""
+    """The tokens from `start` on. At the end of the text they start over, so a repetition is drafted in full."""
     period = len(tokens) - start
     return [tokens[start + i % period] for i in range(count)]

@@ -1,4 +1,4 @@
-"""Plain decoding: an empty tree, so every pass commits one token. What all others are compared with."""
+"""Plain decoding: an empty tree, so every pass commits one token. The baseline of all other methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outpace.core.tree import OFF, Budget, Tree
 
 @dataclass(eq=False)
 class Plain(Drafter):
-    """No speculation."""
+    """No speculation: each pass commits one token (the baseline)."""
 
     limit = OFF
 

@@ -1,4 +1,4 @@
-"""Pruned: the target without some of its layers is its own draft model, with a cache of its own."""
+"""Pruned: the target without some of its layers is its own draft model, with a separate cache."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Pruned(SelfDrafting):
-    """The target without a few of its layers guesses what comes next."""
+    """Drafts with the target itself, leaving out some of its layers."""
 
-    remove: int | str = 0  # layers; 0: an eighth of them; "auto": as many as pay, by the first prompt
-    by: str = "angle"  # which: the block that turns its input least, or "search", anywhere
-    layers: str | tuple[int, ...] = ""  # or exactly these stay: "0-8+15-29"
+    remove: int | str = 0  # number of layers; 0: an eighth of them; "auto": as many as pay on the first prompt
+    by: str = "angle"  # "angle": the block that turns its input least; "search": layers anywhere
+    layers: str | tuple[int, ...] = ""  # instead: keep exactly these, such as "0-8+15-29"
     depth: int = 4
-    nodes: int = 0  # 0: as many as a chain, or a tree of this width, of this depth has
+    nodes: int = 0  # 0: depth * width
     width: int = 1
 
     def __post_init__(self) -> None:
@@ -31,9 +31,9 @@ class Pruned(SelfDrafting):
         if self.remove != AUTO and (isinstance(self.remove, str) or self.remove < 0):
             raise UsageError(f"remove={self.remove!r} is neither a number of layers nor {AUTO!r}")
         if self.by not in RULES:
-            raise unknown("rule to prune by", self.by, RULES)
+            raise unknown("pruning rule", self.by, RULES)
         if self.layers and self.remove:
-            raise UsageError("pruned takes a number of layers to remove or the layers that stay, not both")
+            raise UsageError("pruned takes either a number of layers to remove or the layers to keep, not both")
 
     def make(self, target: LM, tokens: list[int]) -> LM:
         kept = sorted(set(parse(self.layers))) if self.layers else self._chosen(LayerProbe(target, [ProbeText(tokens)]))

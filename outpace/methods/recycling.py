@@ -1,4 +1,4 @@
-"""Token Recycling: what the target last thought could follow each token, as one static tree of guesses."""
+"""Token Recycling: drafts a tree from the target's latest predictions of what follows each token."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Budget, Tree
 from outpace.drafting.successor_table import EMPTY, Successors
 
-Rows = dict[int, list[int]]  # token -> its successors when the last tree was read
+Rows = dict[int, list[int]]  # token -> its successors when the last tree was drafted
 
 
 @dataclass(eq=False)
 class Recycling(Drafter):
-    """Every scored node, accepted or not, leaves the target's `k` likeliest successors of its token in a table."""
+    """Token Recycling: drafts each token's likeliest successors from earlier passes."""
 
     reads_logits: ClassVar[bool] = True
     k: int = 8
     depth: int = 6
     nodes: int = 48
     _known: Successors = field(init=False, repr=False)
-    _offered: list[float] = field(init=False, repr=False)  # how often rank r was guessed under an accepted node
-    _matched: list[float] = field(init=False, repr=False)  # and how often it was right
+    _offered: list[float] = field(init=False, repr=False)  # how often rank r was drafted under an accepted node
+    _matched: list[float] = field(init=False, repr=False)  # how often it was accepted there
 
     def __post_init__(self) -> None:
         self._known = Successors(self.k)
-        # A prior in the shape that Token Recycling's published template implies: half of the mass on rank 0.
+        # A prior with the shape that Token Recycling's published template implies: half of the mass is on rank 0.
         self._offered = [8.0] * self.k
         self._matched = [4.0 / (rank + 1) ** 1.5 for rank in range(self.k)]
 
@@ -38,12 +38,12 @@ class Recycling(Drafter):
         return Budget(self.depth, self.nodes, self.k)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
-        """Grow best-first by the probability of each rank, learned from what was accepted."""
+        """Grow the tree best-first by the probability of each rank, learned from accepted tokens."""
         rows = seq.state(self, lambda: self._learn_prompt(seq))
         rows.clear()
         weights = [m / o for m, o in zip(self._matched, self._offered, strict=True)]
         tree, ranks = Tree([seq.tokens[-1]]), min(self.k, budget.width)
-        # The likeliest comes first: minus its probability, parent, rank, the parent's probability, depth.
+        # The likeliest path comes first: minus its probability, parent, rank, the parent's probability, depth.
         frontier = [(-weights[0], ROOT, 0, 1.0, 1)]
         while frontier and len(tree) <= budget.nodes:
             cost, parent, rank, reach, depth = heapq.heappop(frontier)
@@ -61,7 +61,7 @@ class Recycling(Drafter):
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         rows = seq.state(self, lambda: self._learn_prompt(seq))
-        # By the table, not by the tree: others may have put nodes into it, or taken some out.
+        # Count by the table, not by the tree: other methods may have added nodes to it, or a policy removed some.
         for node, choice in zip(step.path, step.tokens, strict=False):
             for rank, token in enumerate(rows.get(step.tree.tokens[node], ())):
                 if token != EMPTY:

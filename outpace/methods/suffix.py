@@ -1,7 +1,7 @@
 """Suffix decoding: continue the longest context seen before with what followed it most often.
 
-Two kinds of memory: an automaton over the request itself, and a store of finished answers shared by all requests. Both
-know every substring; the store is bounded by dropping its older half.
+It has two memories: an automaton over the request itself, and a store of finished answers that all requests share.
+Both index every substring. When the store is full, its older half is dropped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from outpace.core.tree import ROOT, Budget, Signal, Tree
 from outpace.errors import UsageError
 
 START = 0
-SEPARATOR = -1  # between answers of the store: no real token, so nothing is continued across it
-DOUBT = 0.75  # left of the doubt that the next token follows too, for each one that matched
+SEPARATOR = -1  # between answers in the store: not a real token, so nothing is continued across it
+DOUBT = 0.75  # each matched token multiplies the doubt that the next one matches by this
 COUNTED = 64  # suffix links followed per token to count occurrences: longer chains only arise in long repetitions
 
 
 class Automaton:
-    """A suffix automaton that counts: each state is a set of contexts, its count how often they occurred."""
+    """A suffix automaton with counts: each state is a set of contexts, and its count says how often they occurred."""
 
     def __init__(self) -> None:
         self.next: list[dict[int, int]] = [{}]
@@ -73,7 +73,7 @@ class Automaton:
         """The longest context that ends with `token`, given the longest one before it."""
         state, length = match
         while state != START and self.length[self.link[state]] >= length:
-            state = self.link[state]  # what others added since has split the state
+            state = self.link[state]  # other requests have added text since and split the state
         while state != START and token not in self.next[state]:
             state = self.link[state]
             length = self.length[state]
@@ -81,7 +81,7 @@ class Automaton:
 
 
 class SuffixMatch(NamedTuple):
-    """A state and how many of the last tokens it stands for."""
+    """A state, and the number of last tokens that it matches."""
 
     state: int
     length: int
@@ -91,7 +91,7 @@ NO_MATCH = SuffixMatch(START, 0)
 
 
 class Continuation(NamedTuple):
-    """A continuation that could be added next; the smallest comes first."""
+    """A token that may be added to the tree next; the one with the smallest cost comes first."""
 
     cost: float  # minus the probability of the path, by counts
     order: int
@@ -99,12 +99,12 @@ class Continuation(NamedTuple):
     parent: int
     depth: int
     token: int
-    share: float  # of those that followed the parent
+    share: float  # of the parent's continuations
 
 
 @dataclass
 class Reader:
-    """How far a request has read one automaton."""
+    """The position of a request in one automaton."""
 
     automaton: Automaton
     source: str
@@ -114,14 +114,14 @@ class Reader:
 
 @dataclass(eq=False)
 class Suffix(Drafter):
-    """The request and all earlier answers as one memory; guesses are as long as the match and as sure as the counts."""
+    """Suffix decoding: continues the longest match in this request or earlier answers."""
 
     depth: int = 16
     width: int = 1
     min_match: int = 1
     per_match: float = 1.0  # tokens drafted for each token matched
-    min_chance: float = 0.1  # of a whole path
-    store_tokens: int = 200_000  # most tokens remembered across requests
+    min_chance: float = 0.1  # lowest probability of a whole path
+    store_tokens: int = 200_000  # maximum number of tokens remembered across requests
     _store: list[Automaton] = field(default_factory=lambda: [Automaton()], init=False, repr=False)  # newest last
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class Suffix(Drafter):
         return best
 
     def _continue(self, reader: Reader, root: int, budget: Budget) -> tuple[Tree, float]:
-        """Best-first by counts: the tree and its expected accepted length."""
+        """Grow a tree best-first by counts; return it with its expected number of accepted tokens."""
         automaton, tree, expected = reader.automaton, Tree([root]), 0.0
         depth = min(budget.depth, int(self.per_match * reader.match.length))
         frontier: list[Continuation] = []
@@ -152,18 +152,18 @@ class Suffix(Drafter):
             for token, child in automaton.next[state].items() if level <= depth else ():
                 share = automaton.count[child] / total if total and token != SEPARATOR else 0.0
                 if prob * share >= self.min_chance:
-                    # Of two that are equally frequent the newer state goes first.
+                    # Of two equally frequent tokens, the one with the newer state comes first.
                     heapq.heappush(frontier, Continuation(-prob * share, -child, child, parent, level, token, share))
 
         look(reader.match.state, ROOT, 1.0, 1)
         while frontier and len(tree) <= budget.nodes:
-            guess = heapq.heappop(frontier)
-            if len(tree.children(guess.parent)) >= budget.width:
+            best = heapq.heappop(frontier)
+            if len(tree.children(best.parent)) >= budget.width:
                 continue
-            prob = guess.share * (1 - DOUBT ** (reader.match.length + guess.depth - 1))
-            node = tree.add(guess.parent, guess.token, Signal(-guess.cost, 0.0), reader.source, prob)
-            expected -= guess.cost
-            look(guess.state, node, -guess.cost, guess.depth + 1)
+            prob = best.share * (1 - DOUBT ** (reader.match.length + best.depth - 1))
+            node = tree.add(best.parent, best.token, Signal(-best.cost, 0.0), reader.source, prob)
+            expected -= best.cost
+            look(best.state, node, -best.cost, best.depth + 1)
         return tree, expected
 
     def _readers(self, seq: Sequence) -> list[Reader]:
@@ -171,7 +171,7 @@ class Suffix(Drafter):
         for i, reader in enumerate(readers):
             for token in seq.tokens[reader.read :]:
                 reader.match = reader.automaton.follow(reader.match, token)
-                if i == 0:  # the request's own: matched before it is added, or it would match itself whole
+                if i == 0:  # the request's own automaton: match first, then add, or the text would match itself
                     reader.automaton.add(token)
             reader.read = len(seq.tokens)
         return readers
@@ -185,7 +185,7 @@ class Suffix(Drafter):
             self.remember(seq.generated)
 
     def remember(self, tokens: Iterable[int]) -> None:
-        """Add a text to the store; when it is full, its older half goes."""
+        """Add a text to the store; when the store is full, drop its older half."""
         half = self.store_tokens // 2
         text = [*tokens, SEPARATOR][-half:] if half else []
         if self._store[-1].tokens + len(text) > half:

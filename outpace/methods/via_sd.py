@@ -1,9 +1,9 @@
-"""VIA-SD: a slim verifier, the target without some of its layers, judges the guesses before the target is asked.
+"""VIA-SD: a slim verifier (the target without some of its layers) judges draft tokens before the target does.
 
-Of a guess that the slim verifier holds nearly as likely as its own best it is sure; one that it doubts it replaces;
-only about one that it holds unlikely the target is asked, in one pass over all that was decided until then. That is
-lossy. With `exact=True` it decides nothing: what it holds unlikely is left out, the rest is put in its order, and the
-target verifies all of it. How unlikely that is follows from what it held of the tokens that the target chose.
+The slim verifier accepts a draft token that is nearly as likely as its own best token, and replaces one that it doubts.
+An unlikely one is left to the target, which then runs one pass over everything decided since its last pass. This is
+lossy. With `exact=True` the slim verifier decides nothing: it drops unlikely draft tokens and sorts the rest, and the
+target verifies all of them. The threshold then follows from its probabilities for the tokens that the target chose.
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ from outpace.drafting import slim_search as choice, tuning_file
 from outpace.drafting.layer_search import parse
 from outpace.errors import UsageError
 
-LEAST, MOST = 20, 400  # choices of the target from which a floor is drawn
-MISSED = 0.05  # share of them that may lie under it
-Distributions = dict[
-    tuple[int, ...], Tensor
-]  # tokens from the root on -> what the slim verifier expects after them, [vocab]
+LEAST, MOST = 20, 400  # fewest and most choices of the target from which the floor is estimated
+MISSED = 0.05  # share of them that may fall below the floor
+Distributions = dict[tuple[int, ...], Tensor]  # tokens after the root -> the slim verifier's distribution, [vocab]
 
 
 @dataclass
 class PendingBlock:
-    """What is decided of one request since the target was last asked."""
+    """What has been decided for one request since the target's last pass."""
 
-    shadow: Sequence  # the request as if that were committed: the drafter and the slim verifier look at this
+    shadow: Sequence  # the request as if that were committed, for the drafter and the slim verifier
     budget: Budget
     tree: Tree
-    open: bool = True  # there is more to decide without the target
+    open: bool = True  # whether more can be decided without the target
 
     @classmethod
     def begin(cls, seq: Sequence, budget: Budget) -> PendingBlock:
-        # All but the tokens is shared, what the drafter remembers of the request included.
+        # Only the tokens are copied; the rest is shared, including the drafter's state for the request.
         return cls(replace(seq, tokens=list(seq.tokens)), budget, Tree([seq.tokens[-1]]))
 
     @property
@@ -52,21 +50,21 @@ class PendingBlock:
 
 @dataclass(eq=False)
 class ViaSD(Drafter):
-    """The target without some of its layers judges guesses first; the target is asked where that one is unsure."""
+    """A pruned target verifies drafts first; the full target settles the rest."""
 
     lossless = False
     lossless_if: ClassVar[dict[str, object]] = {"exact": True}
     verifier = "tiered"
     draft: LM | None = None
-    inner: str | Drafter | None = None  # who guesses; None: draft, or suffix where there is no draft
+    inner: str | Drafter | None = None  # the wrapped method; None: draft, or suffix if there is no draft
     exact: bool = False
-    accept: float = 0.6  # of the slim verifier's largest probability: from here on it is sure
-    ask: float = 0.3  # and under this share the target is asked; with `exact`, the largest share that is dropped
-    block: int = 5  # guesses that are judged at once
-    depth: int = 20  # tokens after which the target is asked in any case
-    skip: float = 0.45  # share of the layers that the slim verifier does without
-    layers: str = ""  # that it keeps, such as 0-5+9+12-29; empty: by `calibration`, or evenly
-    calibration: str | None = None  # a file of `outpace calibrate --layers-of MODEL`
+    accept: float = 0.6  # share of the slim verifier's largest probability from which it accepts
+    ask: float = 0.3  # share below which the target decides; with `exact`, the largest share that is dropped
+    block: int = 5  # draft tokens that are judged at once
+    depth: int = 20  # tokens after which the target runs in any case
+    skip: float = 0.45  # share of the layers that the slim verifier leaves out
+    layers: str = ""  # layers that it keeps, such as 0-5+9+12-29; empty: by `calibration`, or evenly spread
+    calibration: str | None = None  # a file from `outpace calibrate --layers-of MODEL`
     _inner: Drafter = field(init=False, repr=False)
     _target: LM | None = field(default=None, init=False, repr=False)
     _slim: LM | None = field(default=None, init=False, repr=False)
@@ -78,7 +76,7 @@ class ViaSD(Drafter):
         if self.block < 1 or self.depth < 1 or not 0 <= self.skip < 1:
             raise UsageError("via_sd needs block >= 1, depth >= 1 and 0 <= skip < 1")
         if self.layers and self.calibration:
-            raise UsageError("via_sd takes its layers from `layers` or from `calibration`, not from both")
+            raise UsageError("via_sd takes its layers either from `layers` or from `calibration`, not from both")
         self._inner = registry.inner(self.inner, self.draft)
         self.lossless = self.exact
         self.verifier = "match" if self.exact else "tiered"
@@ -98,13 +96,13 @@ class ViaSD(Drafter):
         if self._slim is None:
             self._target, self._slim = target, self._sliced(layers_of(target))
         elif self._target is not target:
-            raise UsageError("this via_sd runs a part of another model: make one for each model")
+            raise UsageError("this via_sd uses the layers of another model; make one for each model")
 
     def _sliced(self, layers: Layers) -> LM:
         if self.calibration is not None:
             found = tuning_file.section(self.calibration, "via_sd")
             if not isinstance(found.get("layers"), list):
-                raise UsageError(f"the calibration {self.calibration!r} names no layers")
+                raise UsageError(f"the calibration file {self.calibration!r} has no list of layers")
             return layers.slice(found["layers"])
         kept = parse(self.layers) if self.layers else choice.spread(layers.count, self.skip)
         return layers.slice(kept)
@@ -126,8 +124,8 @@ class ViaSD(Drafter):
         return [block.tree for block in blocks]
 
     def _score(self, seqs: Seq[Sequence], trees: Seq[Tree]) -> list[Tensor]:
-        """What the slim verifier says about every node."""  # of each tree: [nodes, vocab]
-        assert self._slim is not None, "a drafter is told of a request before it is asked"
+        """The slim verifier's logits for every node."""  # of each tree: [nodes, vocab]
+        assert self._slim is not None, "open() runs before propose()"
         if not seqs:
             return []
         slots = [self._slot(seq) for seq in seqs]
@@ -140,7 +138,7 @@ class ViaSD(Drafter):
         return seq.state(slim, lambda: slim.acquire(seq.tokens[:-1], context=seq.context))
 
     def _ordered(self, seq: Sequence, tree: Tree, logits: Tensor) -> Tree:
-        """The tree without what the slim verifier holds unlikely, and the likeliest paths first."""
+        """The tree without the nodes that the slim verifier finds unlikely, the likeliest paths first."""
         reach, kept, distributions = {ROOT: 1.0}, [ROOT], seq.state(self, Distributions)
         floor = self._floor
         for node in range(len(tree)):
@@ -149,9 +147,8 @@ class ViaSD(Drafter):
                 continue
             after = [tree.tokens[n] for n in tree.path(node)[1:]]
             processed = seq.sampler.process(logits[node], seq.tokens + after)
-            distribution = (
-                seq.sampler.noised(processed, len(seq.tokens + after)).double().softmax(-1)
-            )  # as the target will choose
+            # With the noise with which the target will choose.
+            distribution = seq.sampler.noised(processed, len(seq.tokens + after)).double().softmax(-1)
             distributions[tuple(after)], least = distribution, floor * float(distribution.max())
             for child in children:
                 prob = float(distribution[tree.tokens[child]])
@@ -163,30 +160,30 @@ class ViaSD(Drafter):
 
     @property
     def _floor(self) -> float:
-        """The share of the slim verifier's best under which a guess is dropped: the target seldom chooses there."""
+        """The share of the slim verifier's best below which a token is dropped: the target seldom chooses those."""
         if len(self._held) < LEAST:
             return 0.0
         return min(self.ask, sorted(self._held)[int(MISSED * len(self._held))])
 
     def _round(self, blocks: Seq[PendingBlock]) -> None:
-        """Guess one block for each, and let the slim verifier decide about it."""
+        """Draft one block for each request, and let the slim verifier decide on it."""
         sizes = [min(self.block, block.left) for block in blocks]
         budgets = [replace(b.budget, depth=n, nodes=n, width=1) for b, n in zip(blocks, sizes, strict=True)]
         shadows = [block.shadow for block in blocks]
         drafted = [t.trim(b) for t, b in zip(self._inner.propose_batch(shadows, budgets), budgets, strict=True)]
         for block, tree, logits in zip(blocks, drafted, self._score(shadows, drafted), strict=True):
             block.open = len(tree) > 1 and self._judge(block, tree, logits) and block.left > 0
-            # A model follows wherever it is led; what others remember of a request is what was really said.
+            # A draft model can follow the shadow's tokens; other methods only know the tokens that were committed.
             block.open = block.open and self._inner.model_source is not None
 
     def _judge(self, block: PendingBlock, drafted: Tree, logits: Tensor) -> bool:
-        """Add what is decided about a chain; True when the target need not be asked yet."""  # [nodes, vocab]
-        seq, tree, asked = block.shadow, block.tree, False
+        """Add the decisions on a chain; return True while the target is not needed."""  # [nodes, vocab]
+        seq, tree, needs_target = block.shadow, block.tree, False
         for node, token in enumerate(drafted.tokens[1:]):
             processed = seq.sampler.process(logits[node], seq.tokens)
             distribution = processed.double().softmax(-1)
             share = float(distribution[token] / distribution.max())
-            if share == 0:  # it may not even be allowed, and what follows it could not be judged
+            if share == 0:  # it may not be allowed, and what follows it could not be judged
                 return False
             doubted = self.ask <= share < self.accept
             chosen = int(seq.sampler.noised(processed, len(seq.tokens)).argmax()) if doubted else token
@@ -194,13 +191,13 @@ class ViaSD(Drafter):
             added = tree.add(len(tree) - 1, chosen, Signal(prob, 0.0), source, prob)
             if share >= self.ask:
                 tree.trusted.add(added)
-            asked = asked or share < self.ask
+            needs_target = needs_target or share < self.ask
             seq.tokens.append(chosen)
             if chosen in seq.limits.stop_token_ids:
                 return False
             if chosen != token:
                 break
-        return not asked
+        return not needs_target
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         self._inner.observe(seq, step, scores)

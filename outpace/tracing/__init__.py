@@ -1,1 +1,1 @@
-"""Traces: what every pass did, on disk, as a page and in a terminal."""
+"""Traces: what every pass did, as a file, as an HTML page and in the terminal."""

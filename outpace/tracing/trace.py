@@ -1,7 +1,7 @@
 """Trace: what every pass drafted, chose and kept, and how long it took, as JSON lines (docs/guide/traces.md).
 
-`TraceWriter` turns the engine's events into lines as they happen; `read` turns a file back into records, whose `steps`
-are those of the run. The format has a version: a reader refuses a file that is newer than it knows.
+`TraceWriter` writes a line for each event of the engine. `read` turns a file back into records, with the same `steps`
+as in the run. The format has a version, and `read` refuses a file with a newer version than it knows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FORMAT, VERSION = "outpace-trace", 1
 
 @dataclass(frozen=True)
 class JudgedNode:
-    """A node at which the target chose, if probabilities were asked for: how likely it held its choice and each child.
+    """The target's probabilities of its choice at a node and of each child, if the trace records probabilities.
 
-    The distribution is that of the sampling settings; under greedy decoding, that of the model.
+    They come from the distribution under the sampling settings; under greedy decoding, from the model's own.
     """
 
     node: int
@@ -46,24 +46,24 @@ class PassRecord:
 
     request: int
     at: float  # seconds from the start of the trace to the end of the pass
-    rows: int  # requests that shared it
+    rows: int  # number of requests that shared it
     tokens: list[int]  # of the tree, root first
     parents: list[int]
-    by: list[str]  # who proposed each node; nobody proposes the root
+    by: list[str]  # source of each node; empty for the root
     path: list[int]  # accepted nodes, root first
-    committed: list[int]  # the choices, in order
+    committed: list[int]  # committed tokens, in order
     seconds: dict[str, float]  # prefill, draft, score, verify, keep
     text: list[str] = field(default_factory=list)  # what each committed token added to the answer
-    kept: list[int] = field(default_factory=list)  # nodes whose keys and values stayed
+    kept: list[int] = field(default_factory=list)  # nodes that stayed in the KV cache
     signals: dict[int, Signal] = field(default_factory=dict)  # node -> what the drafter knew
-    chances: dict[int, float] = field(default_factory=dict)  # node -> the drafter's guess at P(right | parent is)
-    trusted: list[int] = field(default_factory=list)  # nodes that a lossy method committed unasked
+    chances: dict[int, float] = field(default_factory=dict)  # node -> estimated P(accepted | parent accepted)
+    trusted: list[int] = field(default_factory=list)  # nodes that a lossy method committed without the target's choice
     judged: list[JudgedNode] = field(default_factory=list)
-    decision: Decision | None = None  # why so much was verified, of a policy that weighs it
+    decision: Decision | None = None  # why this part was verified, if the policy weighs costs
 
     @property
     def step(self) -> Step:
-        """The step as it was, but for the distributions that a draft drew from."""
+        """The step of the run, without the distributions that a draft drew from."""
         tree = Tree(
             list(self.tokens), list(self.parents), dict(self.signals), probs=dict(self.chances),
             trusted=set(self.trusted), decision=self.decision,
@@ -73,18 +73,18 @@ class PassRecord:
     @classmethod
     def from_line(cls, line: dict[str, Any]) -> PassRecord:
         signals = {int(n): Signal(p, h, tuple(top)) for n, (p, h, top) in line.pop("signals", {}).items()}
-        chances = {int(node): chance for node, chance in line.pop("chances", {}).items()}
+        probs = {int(node): prob for node, prob in line.pop("chances", {}).items()}
         judged = [
             JudgedNode(j["node"], j["choice"], {int(n): p for n, p in j["children"].items()})
             for j in line.pop("judged", [])
         ]
         decision = Decision(**line.pop("decision")) if "decision" in line else None
-        return cls(**line, signals=signals, chances=chances, judged=judged, decision=decision)
+        return cls(**line, signals=signals, chances=probs, judged=judged, decision=decision)
 
 
 @dataclass
 class RequestTrace:
-    """One request: how it was asked, its passes and its end."""
+    """One request: its settings, its passes and its end."""
 
     id: int
     method: str
@@ -108,7 +108,7 @@ class RequestTrace:
 
 @dataclass
 class Trace:
-    """A whole file."""
+    """A whole trace file."""
 
     header: dict[str, Any]
     requests: list[RequestTrace]
@@ -116,12 +116,12 @@ class Trace:
 
 
 class TraceWriter:
-    """Writes a line as soon as something happened, so what was there when a run broke off can be read."""
+    """Writes each event as soon as it happens, so the trace of an interrupted run can be read."""
 
     def __init__(self, path: str | Path, tokenizer: Tokenizer | None = None, model: str = "", probs: bool = False):
         self.tokenizer = tokenizer
         self.probs = probs
-        self._ids: dict[int, int] = {}  # of the sequences, to the numbers in this file
+        self._ids: dict[int, int] = {}  # id of a sequence -> number of the request in this file
         self._known: set[int] = set()
         self._start = time.perf_counter()
         try:
@@ -132,7 +132,7 @@ class TraceWriter:
         self._write("header", format=FORMAT, version=VERSION, model=model, probs=probs, versions=versions)
 
     def begin(self, seqs: Seq[Sequence]) -> None:
-        """These requests are about to run."""
+        """Write the requests that are about to run."""
         for seq in seqs:
             self._ids[seq.id] = len(self._ids)
             self._pieces(seq.tokens)
@@ -148,7 +148,7 @@ class TraceWriter:
             )
 
     def event(self, event: Event) -> None:
-        """This happened."""
+        """Write an event of the engine."""
         seq, step = event.seq, event.step
         if step is not None:
             self._pass(event, step)
@@ -187,7 +187,7 @@ class TraceWriter:
         if tree.signals:
             line["signals"] = {n: [s.prob, s.entropy, list(s.top)] for n, s in tree.signals.items()}
         if tree.probs:
-            line["chances"] = {node: round(chance, 6) for node, chance in tree.probs.items()}
+            line["chances"] = {node: round(prob, 6) for node, prob in tree.probs.items()}
         if tree.trusted and not seq.verifier.lossless:
             line["trusted"] = sorted(tree.trusted)
         if tree.decision is not None:
@@ -197,7 +197,7 @@ class TraceWriter:
         self._write("pass", **line)
 
     def _pieces(self, tokens: Seq[int]) -> None:
-        """The text of tokens that the file does not have yet."""
+        """Write the text of tokens that the file does not have yet."""
         new = sorted(set(tokens) - self._known)
         self._known.update(new)
         if new and self.tokenizer is not None:
@@ -213,19 +213,17 @@ def _judge(event: Event, step: Step) -> Iterator[JudgedNode]:
     assert scores is not None, "a pass has scores"
     start = len(seq.tokens) - len(step.tokens)
     for depth, (node, token) in enumerate(zip(step.path, step.tokens, strict=False)):
-        distribution = (
-            seq.sampler.process(scores.logits[node], seq.tokens[: start + depth]).double().softmax(-1)
-        )  # [vocab]
+        distribution = seq.sampler.process(scores.logits[node], seq.tokens[: start + depth]).double().softmax(-1)
         children = {child: float(distribution[step.tree.tokens[child]]) for child in step.tree.children(node)}
         yield JudgedNode(node, float(distribution[token]), children)
 
 
 def reason(record: PassRecord, node: int, pieces: dict[int, str]) -> str:
-    """Why a node was accepted or not, in words."""
+    """Explain in words why a node was accepted or not."""
     if node == ROOT:
-        return "the root: committed by the pass before"
+        return "the root: committed by the previous pass"
     if node in record.path and node in record.trusted:
-        return "accepted unasked: the method vouched for it"
+        return "accepted without the target: the method vouched for it"
     if node in record.path:
         return "accepted: the target chose it"
     parent = record.parents[node]
@@ -241,7 +239,7 @@ def reason(record: PassRecord, node: int, pieces: dict[int, str]) -> str:
 
 
 def read(path: str | Path) -> Trace:
-    """A trace file as records; a last line that was cut off is left out."""
+    """Read a trace file into records; a truncated last line is left out."""
     header, *lines = read_lines(
         path, FORMAT, VERSION, "an Outpace trace; make one with `outpace generate --trace FILE`"
     )
@@ -250,12 +248,12 @@ def read(path: str | Path) -> Trace:
         try:
             _take(trace, line.pop("type"), line)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise OutpaceError(f"{str(path)!r}, line {number} is not of this format: {error!r}") from error
+            raise OutpaceError(f"{str(path)!r}, line {number} is not a valid trace record: {error!r}") from error
     return trace
 
 
 def _take(trace: Trace, kind: str, line: dict[str, Any]) -> None:
-    """Add one line; kinds that a later version may add are passed over."""
+    """Add one line to the trace; unknown kinds, which a later version may add, are skipped."""
     if kind == "request":
         trace.requests.append(RequestTrace(**line))
     elif kind == "pass":

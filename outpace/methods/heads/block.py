@@ -1,4 +1,4 @@
-"""Block: a few layers over the target's hidden states fill in the next tokens as one block, all at once (DFlash)."""
+"""Block (DFlash): a few layers over the target's hidden states predict the next tokens as one block, all at once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from outpace.drafting.head_drafter import ParallelDrafter
 
 @dataclass(eq=False)
 class Block(ParallelDrafter):
-    """Trained layers over hidden states of the target guess a block of tokens at once, as a tree."""
+    """DFlash: trained layers predict a whole block from the target's hidden states."""
 
     kind: ClassVar[str] = "block"
-    head: Any = None  # a folder, or "random"; None: the one that came with us for this model
+    head: Any = None  # a folder, or "random"; None: the head that ships for this model
     depth: int = 7
     nodes: int = 24
     width: int = 4

@@ -1,4 +1,4 @@
-"""EAGLE-3: a head of one layer guesses from three of the target's hidden states, as a tree."""
+"""EAGLE-3: a one-layer head drafts a tree from three of the target's hidden states."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from outpace.drafting.head_drafter import HeadDrafter
 
 @dataclass(eq=False)
 class Eagle3(HeadDrafter):
-    """A trained head of one layer guesses from hidden states of the target, as a tree."""
+    """A trained one-layer head drafts a tree from the target's hidden states."""
 
     kind: ClassVar[str] = "eagle3"
-    head: Any = None  # a folder, or "random"; None: the one that came with us for this model
+    head: Any = None  # a folder, or "random"; None: the head that ships for this model
     depth: int = 6
     nodes: int = 32
     width: int = 6

@@ -1,4 +1,4 @@
-"""Medusa: small layers on the target's last hidden state guess the next tokens, one for each, all at once."""
+"""Medusa: small layers on the target's last hidden state predict the next tokens, one layer per token, all at once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from outpace.drafting.head_drafter import ParallelDrafter
 
 @dataclass(eq=False)
 class Medusa(ParallelDrafter):
-    """Trained layers on the target's last hidden state guess the next tokens at once, as a tree."""
+    """Trained layers predict several next tokens at once from one hidden state."""
 
     kind: ClassVar[str] = "medusa"
-    head: Any = None  # a folder, or "random"; None: the one that came with us for this model
+    head: Any = None  # a folder, or "random"; None: the head that ships for this model
     depth: int = 4
     nodes: int = 24
     width: int = 6
-    template: str = ""  # ranks of a static tree, as 0+1+0-0+0-1; none: the likeliest tree, anew in every pass
+    template: str = ""  # ranks of a static tree, such as 0+1+0-0+0-1; empty: the likeliest tree of each pass
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""MTP: a layer like the target's own guesses from its last hidden state, token after token."""
+"""MTP: a layer like the target's own drafts from its last hidden state, token after token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from outpace.drafting.head_drafter import HeadDrafter
 
 @dataclass(eq=False)
 class Mtp(HeadDrafter):
-    """A trained layer like the target's own guesses from its last hidden state, as a chain."""
+    """A trained layer drafts a chain from the target's last hidden state."""
 
     kind: ClassVar[str] = "mtp"
-    head: Any = None  # a folder, or "random"; None: the one that came with us for this model
+    head: Any = None  # a folder, or "random"; None: the head that ships for this model
     depth: int = 4
-    nodes: int = 0  # 0: as many as a chain, or a tree of this width, of this depth has
+    nodes: int = 0  # 0: depth * width
     width: int = 1

@@ -1,1 +1,1 @@
-"""Traces as a page and in a terminal."""
+"""The trace viewer: an HTML page and a terminal view."""

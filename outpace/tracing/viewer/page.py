@@ -1,4 +1,4 @@
-"""A trace as the data that is shown of it, and as one HTML file that needs nothing else."""
+"""A trace as data for display, and as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from outpace.storage.files import write_whole
 from outpace.tracing.trace import PassRecord, RequestTrace, Trace, reason
 
 PHASES = ("prefill", "draft", "score", "verify", "keep")
-NOBODY = -1  # source of a token that nobody proposed: the target's own choice
-PLACE = "__DATA__"  # in the template
+NOBODY = -1  # source of a token that no method proposed: the target's own choice
+PLACE = "__DATA__"  # where the data goes in the template
 
 
 class PassData(TypedDict):
-    """One pass. Names and sentences occur often, so `by`, `sources` and `why` are indices of tables of the page."""
+    """One pass. Names and reasons occur often, so `by`, `sources` and `why` are indices into tables of the page."""
 
     at: float
     rows: int
     tokens: list[int]
     parents: list[int]
-    by: list[int]  # of each node
-    why: list[int]  # the reason of each node
+    by: list[int]  # source of each node
+    why: list[int]  # reason for each node
     path: list[int]
     committed: list[int]
     text: list[str]  # what each committed token added to the answer
-    sources: list[int]  # of each committed token
+    sources: list[int]  # source of each committed token
     accepted: int
     seconds: list[float]  # by phase
     draft: dict[int, float | None]  # node -> the draft's probability
     target: dict[int, float | None]  # node -> the target's probability
     choices: dict[int, float | None]  # node -> the target's probability of what it chose there
-    decision: str  # what the policy made of the guesses; may be empty
+    decision: str  # what the policy decided about the draft; may be empty
 
 
 class Proposer(TypedDict):
-    """What one source did for a request."""
+    """The draft tokens of one source in a request."""
 
     source: int
     accepted: int
@@ -67,7 +67,7 @@ class RequestData(TypedDict):
     error: str | None
     stats: dict[str, Any]
     proposers: list[Proposer]
-    own: int  # tokens that nobody proposed
+    own: int  # tokens that no method proposed
     passes: list[PassData]
 
 
@@ -88,7 +88,7 @@ class PageData(TypedDict):
 
 
 class StringTable:
-    """Strings by number."""
+    """Numbers the distinct strings of the page."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -98,7 +98,7 @@ class StringTable:
 
 
 class SharedText:
-    """Text that the whole page shares."""
+    """The text that all requests of the page share."""
 
     def __init__(self, trace: Trace):
         self.known = trace.pieces
@@ -108,7 +108,7 @@ class SharedText:
 
 
 def describe(trace: Trace) -> PageData:
-    """All that is shown of a trace, on the page and in the terminal."""
+    """Everything that the page and the terminal show of a trace."""
     try:
         words, stats = SharedText(trace), [_stats(request) for request in trace.requests]
         requests = [_request(request, counted, words) for request, counted in zip(trace.requests, stats, strict=True)]
@@ -127,22 +127,22 @@ def describe(trace: Trace) -> PageData:
             requests=requests,
         )
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
-        raise OutpaceError(f"a record of the trace contradicts the format: {error!r}") from error
+        raise OutpaceError(f"the trace has a record that contradicts its format: {error!r}") from error
 
 
 def html(data: PageData) -> str:
-    """The page. Text of the trace is data in it and never markup: "<" cannot occur in it."""
+    """The HTML page. Text of the trace is data in it, never markup: "<" cannot occur in that data."""
     template = resources.files("outpace.tracing.viewer").joinpath("page.html").read_text(encoding="utf-8")
     try:
         text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     except ValueError as error:
-        raise OutpaceError(f"the trace has a number that JSON does not know: {error}") from error
+        raise OutpaceError(f"the trace has a number that JSON cannot represent: {error}") from error
     before, _, after = template.partition(PLACE)
     return before + text.replace("<", "\\u003c") + after
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write the page whole or not at all."""
+    """Write the page, either whole or not at all."""
     text = html(describe(trace))
     try:
         write_whole(path, text)
@@ -200,7 +200,7 @@ def _decision(record: PassRecord) -> str:
     made = record.decision
     if made is None:
         return ""
-    figures = f"{made.kept} of {made.drafted} verified, {made.expected:.2f} tokens expected, x {made.speedup:.2f}"
+    figures = f"{made.kept} of {made.drafted} verified, {made.expected:.2f} tokens expected, speedup {made.speedup:.2f}"
     return f"{made.reason} ({figures})"
 
 
@@ -214,7 +214,7 @@ def _stats(request: RequestTrace) -> Stats:
 
 
 def _totals(trace: Trace, stats: list[Stats]) -> dict[str, Any]:
-    """All requests together; the time of a pass that several of them shared counts once."""
+    """Totals of all requests; the time of a pass that several requests shared counts once."""
     merged = Stats()
     for one in stats:
         merged = merged.merge(one)
@@ -227,7 +227,7 @@ def _totals(trace: Trace, stats: list[Stats]) -> dict[str, Any]:
 
 
 def _pieces(trace: Trace) -> dict[int, str]:
-    """The text of every token that occurs; a trace that was made without a tokenizer has only numbers."""
+    """The text of every token that occurs; in a trace without a tokenizer, its number."""
     used: set[int] = set()
     for request in trace.requests:
         used.update(request.prompt)
@@ -241,12 +241,12 @@ def _names(found: Iterable[str]) -> str:
 
 
 def _settings(sampling: dict[str, Any]) -> str:
-    """What was set; the rest is as it always is."""
+    """The settings that differ from the defaults."""
     usual = asdict(Sampling())
     changed = [f"{name} {value}" for name, value in sampling.items() if value != usual.get(name)]
     return ", ".join(changed if sampling.get("temperature") else ["greedy", *changed])
 
 
 def _short(prob: float) -> float | None:
-    """Few digits, or nothing where there is no number."""
+    """Round to six significant digits; None for a number that is not finite."""
     return float(f"{prob:.6g}") if math.isfinite(prob) else None

@@ -1,4 +1,4 @@
-"""A trace in the terminal: what the page shows, without its trees."""
+"""A trace in the terminal: the content of the HTML page, without the trees."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.text import Text
 from outpace.tracing.viewer.page import NOBODY, PageData, PassData, RequestData
 
 STYLES = ("green", "cyan", "yellow", "magenta", "blue", "red", "bright_green", "bright_cyan")
-MOST_PASSES = 40  # rows of the table
-BAR = 30  # cells
+MOST_PASSES = 40  # shown in the table
+BAR = 30  # width in characters
 
 
 def render(data: PageData, request: int | None = None) -> RenderableType:
@@ -29,14 +29,14 @@ def _header(data: PageData) -> Text:
     about = f"method {data['methods']} · verifier {data['verifiers']} · {data['versions']}"
     counts = (
         f"{totals['tokens']} tokens in {totals['passes']} passes, {totals['tokens_per_pass']:.2f} tokens per pass · "
-        f"{totals['accepted']} of {totals['drafted']} guesses accepted · {totals['seconds']:.2f} s in passes"
+        f"{totals['accepted']} of {totals['drafted']} draft tokens accepted · {totals['seconds']:.2f} s in passes"
     )
     return Text.assemble((plain(data["model"]), "bold"), " · ", kind, f"\n{plain(about)}\n{counts}")
 
 
 def _request(data: PageData, request: RequestData) -> Iterator[RenderableType]:
     yield Rule(Text(f"request {request['id']}: {plain(request['method'])}"), align="left")
-    about = f"policy {request['policy']} · {request['settings']} · {request['prompt_tokens']} tokens of prompt"
+    about = f"policy {request['policy']} · {request['settings']} · {request['prompt_tokens']} prompt tokens"
     yield Text(plain(f"{about} · ended: {request['end']}"), style="dim")
     if request["error"]:
         yield Text(plain(request["error"]), style="red")
@@ -51,7 +51,7 @@ def _request(data: PageData, request: RequestData) -> Iterator[RenderableType]:
 
 
 def answer(request: RequestData) -> Text:
-    """The text; its colour says who proposed a token, and an underline where a pass begins."""
+    """The answer: the colour of a token shows its source, and an underline shows where a pass begins."""
     text = Text()
     for record in request["passes"]:
         for i, (piece, source) in enumerate(zip(record["text"], record["sources"], strict=True)):
@@ -83,8 +83,8 @@ def _passes(data: PageData, request: RequestData) -> Table:
     table = Table(title=shown, title_justify="left", box=None)
     for name in ("pass", "at", "ms", "accepted"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("committed", "first rejected guess"):
-        table.add_column(name)  # made narrower where the terminal is; their cells are cut, not wrapped
+    for name in ("committed", "first rejected draft token"):
+        table.add_column(name)  # these narrow with the terminal; their cells are cut, not wrapped
     for number, record in enumerate(passes[:MOST_PASSES], start=1):
         spent = f"{1000 * sum(record['seconds']):.1f}"
         accepted = f"{record['accepted']} of {len(record['tokens']) - 1}"
@@ -101,11 +101,11 @@ def _committed(data: PageData, record: PassData) -> Text:
 
 
 def _rejected(data: PageData, record: PassData) -> Text:
-    """There is none where all that could be accepted was."""
+    """The first rejected draft token and the reason; empty if no token was rejected."""
     for node, why in enumerate(record["why"]):
         if data["reasons"][why].startswith("rejected"):
-            guess = (_inline(data, record["tokens"][node]), _style(record["by"][node]))
-            return Text.assemble(guess, (plain(f" {data['reasons'][why]}"), "dim"), no_wrap=True, overflow="ellipsis")
+            token = (_inline(data, record["tokens"][node]), _style(record["by"][node]))
+            return Text.assemble(token, (plain(f" {data['reasons'][why]}"), "dim"), no_wrap=True, overflow="ellipsis")
     return Text()
 
 
@@ -118,5 +118,5 @@ def _style(source: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Text of the trace is untrusted: what could command the terminal is spelled out."""
+    """Spell out unprintable characters: text of the trace is untrusted and could send commands to the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
