@@ -121,7 +121,7 @@ def test_a_file_may_have_prompts_turns_or_messages(tmp_path: Path) -> None:
         ('{"turns": []}', '"turns" has no text'),
         ('{"turns": ["x", 3]}', '"turns" has no text'),
         ('{"messages": "hi"}', '"messages" is a list'),
-        ('{"messages": [{"role": "assistant", "content": "hi"}]}', "is not the user's"),
+        ('{"messages": [{"role": "assistant", "content": "hi"}]}', 'must have the role "user"'),
     ],
 )
 def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_prompts_come_under_many_names(tmp_path: Path) -> None:
         ({"question": " "}, "has no text"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "'tool'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "has no text"),
-        ({"conversations": "x"}, "a chat is a list"),
+        ({"conversations": "x"}, "a chat must be a list"),
     ],
 )
 def test_a_bad_prompt_is_named(line: Any, message: str, tmp_path: Path) -> None:
@@ -286,7 +286,8 @@ def test_a_model_writes_prompts_from_where_the_user_speaks(tmp_path: Path) -> No
     made = write(model, 12, path, WRITING)
     found = read(path)
     assert made.answers == len(found) == 12 and set(made.skipped) <= {
-        f"a self-written prompt {why}" for why in ("does not end", "is empty", "is not plain text", "was written before")
+        f"a self-written prompt {why}"
+        for why in ("does not end", "is empty", "is not plain text", "was written before")
     }
     asked = {tuple(record.tokens[: record.prompt].tolist()) for record in found}
     assert len(asked) == 12
