@@ -138,7 +138,7 @@ class OutpaceContestant(TimedContestant):
 
 @dataclass(frozen=True)
 class RunRules:
-    """The policy and verifier of all Outpace methods; plain decoding has them too, so a rule is compared with itself."""
+    """The policy and verifier of all Outpace methods, plain decoding too: a rule is compared with itself."""
 
     policy: MethodSpec | None = None  # None: the method's default
     verifier: MethodSpec | None = None  # None: the method's default
