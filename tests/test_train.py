@@ -435,7 +435,7 @@ def test_another_run_is_not_taken_up(toy: Model, folder: Path) -> None:
     run(prepare(run_settings("mtp", folder, steps=1), toy))
     with pytest.raises(UsageError, match=r"where ahead was 0, seed was 0"):
         prepare(run_settings("mtp", folder, steps=1, seed=1, ahead=2), toy, resume=True)
-    with pytest.raises(UsageError, match="holds a run already"):
+    with pytest.raises(UsageError, match="already holds a run"):
         prepare(run_settings("mtp", folder), toy)
     longer = prepare(run_settings("mtp", folder, steps=2), toy, resume=True)
     assert [point.step for point in run(longer)] == [2]
@@ -470,7 +470,7 @@ def test_a_checkpoint_is_whole_or_not_there(toy: Model, folder: Path, monkeypatc
         found.write(folder)
     assert checkpoint.read(folder).reached == found.reached and set(folder.iterdir()) == files
     (folder / checkpoint.FILE).write_bytes(b"half of it")
-    with pytest.raises(OutpaceError, match="no checkpoint that can be taken up"):
+    with pytest.raises(OutpaceError, match="no checkpoint that can be resumed"):
         checkpoint.read(folder)
 
 
@@ -606,7 +606,7 @@ def test_the_command_trains_and_goes_on(command: Callable[..., Any], folder: Pat
 def test_the_command_refuses(command: Callable[..., Any], folder: Path) -> None:
     folder.with_name("run.yaml").write_text("stesp: 9\n")
     for given, told in (
-        (["mtp", "toy"], "a run needs data"),
+        (["mtp", "toy"], "a training run needs data"),
         (["mtp", "toy", "--config", folder.with_name("run.yaml")], "did you mean 'steps'"),
         (["mtp", "--resume"], "--resume needs --output"),
         (["mtp", "toy", "--data", folder.parent / "texts.jsonl", "--output", folder, "--loss", "lk"], "unknown loss"),

@@ -106,7 +106,7 @@ def test_prompts_come_under_many_names(tmp_path: Path) -> None:
         ({"question": " "}, "has no text"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "'tool'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "has no text"),
-        ({"conversations": "x"}, "a chat is a list"),
+        ({"conversations": "x"}, "a chat must be a list"),
     ],
 )
 def test_a_bad_prompt_is_named(line: Any, message: str, tmp_path: Path) -> None:
@@ -286,7 +286,8 @@ def test_a_model_writes_prompts_from_where_the_user_speaks(tmp_path: Path) -> No
     made = write(model, 12, path, WRITING)
     found = read(path)
     assert made.answers == len(found) == 12 and set(made.skipped) <= {
-        f"a prompt of its own {why}" for why in ("does not end", "is empty", "is not plain text", "was written before")
+        f"a self-written prompt {why}"
+        for why in ("does not end", "is empty", "is not plain text", "was written before")
     }
     asked = {tuple(record.tokens[: record.prompt].tolist()) for record in found}
     assert len(asked) == 12
@@ -347,9 +348,9 @@ def test_a_model_that_writes_nothing_of_use_is_given_up(tmp_path: Path) -> None:
         tmp_path / "d.jsonl",
         GenerationSettings(method="plain", max_tokens=3, writing=Writing(max_tokens=2)),
     )
-    with pytest.raises(OutpaceError, match=r"128 prompts that chatty wrote are of no use.*does not end"):
+    with pytest.raises(OutpaceError, match=r"128 prompts that chatty wrote are unusable.*does not end"):
         write(chatty(push=-40), 200, path, settings)
-    with pytest.raises(OutpaceError, match=r"128 prompts that chatty wrote are of no use.*is empty"):
+    with pytest.raises(OutpaceError, match=r"128 prompts that chatty wrote are unusable.*is empty"):
         write(chatty(push=40), 200, tmp_path / "other.jsonl", settings)
 
 
@@ -421,7 +422,7 @@ def test_records_are_checked_when_they_are_read(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"tokens": [1, 2, 30], "prompt": 1}\n\n{"id": "a", "dropped": "x"}\n{"tokens": [1, 2')
     assert [r.tokens.tolist() for r in read(str(path), vocab=31)] == [[1, 2, 30]]
-    with pytest.raises(UsageError, match=r"token 30.*ends at 29: these texts are of another model"):
+    with pytest.raises(UsageError, match=r"token 30.*ends at 29: the texts were written by another model"):
         read([path], vocab=30)
     wrong = ['{"tokens": [1], "prompt": 1}', '{"tokens": "x", "prompt": 0}', '{"tokens": [-1, 2], "prompt": 0}']
     for line in [*wrong, '{"prompt": 1}', '{"tokens": [', "[]"]:
@@ -429,10 +430,10 @@ def test_records_are_checked_when_they_are_read(tmp_path: Path) -> None:
         with pytest.raises(OutpaceError, match=r"d\.jsonl', line 1 is"):
             read(path)
     path.write_text('{"format": "outpace-data", "version": 99}\n')
-    with pytest.raises(UsageError, match="update it"):
+    with pytest.raises(UsageError, match="update Outpace"):
         read(path)
     path.write_text('{"format": "outpace-data", "version": 1}\n')
-    with pytest.raises(UsageError, match="`outpace train data` writes some"):
+    with pytest.raises(UsageError, match="write some with `outpace train data`"):
         read(path)
     with pytest.raises(OutpaceError, match="cannot read"):
         read(tmp_path / "none.jsonl")

@@ -1,1 +1,1 @@
-"""Advice from traces: which method pays for your texts, and gates for Graft."""
+"""Advice: which method pays on your prompts, and Graft's gates tuned from traces."""

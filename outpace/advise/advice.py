@@ -1,4 +1,4 @@
-"""Advice: record, measure costs, replay, rank; then measure the best on prompts that were not recorded."""
+"""Advice on methods: record answers, time passes, replay and rank; then measure the best on held-out prompts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from outpace.errors import UsageError
 from outpace.sampling.settings import Sampling
 
 LEAST = 4  # prompts: two to record, two to measure
-Step = Callable[[str, int], Callable[[], object]]  # begins a step of so many parts; call what it gives after each
+Step = Callable[[str, int], Callable[[], object]]  # starts a named step of N parts; call its result after each part
 
 
 @dataclass(frozen=True)
 class AdviceQuestion:
-    """For which model, with which drafts, on which prompts."""
+    """What advice is wanted on: the model, the draft models, the prompts and how to sample."""
 
     model: Model
     drafts: dict[str, Model]
@@ -48,20 +48,20 @@ class AdviceQuestion:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A prediction and what was measured on the held-out prompts."""
+    """A prediction, and the speed-up measured on the held-out prompts."""
 
     prediction: Prediction
     measured: Interval
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, as a share of what was measured."""
+        """The relative error of the prediction against the measurement."""
         return self.prediction.speedup.value / self.measured.value - 1
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Everything that was found."""
+    """All predictions and measurements."""
 
     predictions: list[Prediction]  # best first
     outcomes: list[Outcome]
@@ -85,7 +85,7 @@ class Advice:
 
 
 def advise(question: AdviceQuestion, candidates: Seq[MethodChoice], count: int, rounds: int, step: Step) -> Advice:
-    """Predict for all candidates and measure the best `count` of them."""
+    """Predict the speed-up of all candidates, and measure the best `count` of them."""
     model = question.model
     done = step("recording the target's answers", len(question.recorded))
     recordings = record(model, question.recorded, question.max_tokens, question.sampling, done)

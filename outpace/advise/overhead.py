@@ -1,7 +1,7 @@
-"""Costs: what a pass of the target takes on this machine, by the number of its rows.
+"""Pass times: how long a forward pass of the target takes on this machine, by the number of tokens in it.
 
-The real engine runs with a drafter that guesses trees of a wanted size which are never accepted, so everything that
-the loop does in a pass is in the figure: the model, the choice, the cache.
+The real engine runs with a dummy drafter, whose trees have a given size and are never accepted. So the figure includes
+everything that the loop does in a pass: the model, the choice of tokens, the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PASSES = 4  # of each size in a round
 
 @dataclass(eq=False)
 class Dummy(Drafter):
-    """Guesses `rows - 1` tokens that are not likely, as a chain or as a tree of two branches a level."""
+    """Drafts `rows - 1` unlikely tokens, as a chain or as a tree with two branches per level."""
 
     rows: int = 1
     tree: bool = False
@@ -45,26 +45,26 @@ class Dummy(Drafter):
 
 @dataclass(frozen=True)
 class MeasuredPasses:
-    """Measured seconds of a pass by rows, for chains and for trees; and of a prompt's token."""
+    """Measured seconds of a pass by its number of tokens, for chains and for trees, and of a prompt token."""
 
-    chain: dict[int, list[float]]  # rows -> samples
+    chain: dict[int, list[float]]  # tokens in the pass -> samples
     tree: dict[int, list[float]]
-    prompt: list[float]  # seconds per token of a prompt, samples
+    prompt: list[float]  # samples of the seconds per prompt token
 
     def table(self, random: np.random.Generator | None = None) -> CostTable:
-        """Medians; with a generator, those of samples drawn anew, for an interval."""
+        """Return the medians; with a generator, those of resampled samples, for an interval."""
 
         def middle(samples: list[float]) -> float:
             drawn = samples if random is None else random.choice(samples, len(samples)).tolist()
             return statistics.median(drawn)
 
-        kinds = [{rows: middle(samples) for rows, samples in kind.items()} for kind in (self.chain, self.tree)]
+        kinds = [{size: middle(samples) for size, samples in kind.items()} for kind in (self.chain, self.tree)]
         return CostTable(kinds[0], kinds[1], middle(self.prompt))
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """One cost for each number of rows."""
+    """The seconds of a pass for each number of tokens, and of a prompt token."""
 
     chain: dict[int, float]
     tree: dict[int, float]
@@ -76,21 +76,21 @@ class CostTable:
 
 
 def measure(model: Model, context: int, most: int, done: Callable[[], object]) -> MeasuredPasses:
-    """Costs after `context` tokens, up to passes of `most` rows; `done` is called after each of `steps(most)`."""
+    """Time passes of up to `most` tokens after `context` tokens; `done` is called after each of `steps(most)` steps."""
     sizes = sizes_up_to(most)
-    found: dict[tuple[int, bool], list[float]] = {(rows, tree): [] for rows in sizes for tree in (False, True)}
+    found: dict[tuple[int, bool], list[float]] = {(size, tree): [] for size in sizes for tree in (False, True)}
     prompts: list[float] = []
-    for turn in range(ROUNDS + 1):  # the first is the warm-up
-        for (rows, tree), samples in found.items():
-            if tree and not (model.lm.trees and rows > 2):
+    for turn in range(ROUNDS + 1):  # the first round is the warm-up
+        for (size, tree), samples in found.items():
+            if tree and not (model.lm.trees and size > 2):
                 continue
-            times, prefill = _passes(model, context, rows, tree)
+            times, prefill = _passes(model, context, size, tree)
             if turn:
                 samples += times
                 prompts += [prefill / max(context - 1, 1)]
             done()
-    chain = {rows: found[rows, False] for rows in sizes}
-    return MeasuredPasses(chain, {rows: found[rows, True] or chain[rows] for rows in sizes}, prompts)
+    chain = {size: found[size, False] for size in sizes}
+    return MeasuredPasses(chain, {size: found[size, True] or chain[size] for size in sizes}, prompts)
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -99,16 +99,16 @@ def sizes_up_to(most: int) -> list[int]:
 
 
 def steps(most: int, trees: bool) -> int:
-    """How often `measure` calls `done`."""
+    """Return how often `measure` calls `done`."""
     sizes = sizes_up_to(most)
     return (ROUNDS + 1) * (len(sizes) + (sum(size > 2 for size in sizes) if trees else 0))
 
 
-def _passes(model: Model, context: int, rows: int, tree: bool) -> tuple[list[float], float]:
-    """Seconds of a few passes, and of the prefill before them."""
+def _passes(model: Model, context: int, size: int, tree: bool) -> tuple[list[float], float]:
+    """Return the seconds of a few passes of `size` tokens, and of the prefill before them."""
     model.lm.clear()
     prompt = [(7 * i + 3) % model.lm.vocab for i in range(context)]
-    request = Request(prompt, Dummy(rows, tree), max_tokens=rows + PASSES + 2, ignore_eos=True)
+    request = Request(prompt, Dummy(size, tree), max_tokens=size + PASSES + 2, ignore_eos=True)
     engine = Engine(model.lm)
     engine.submit(model.sequence(request))
     spent = []
@@ -116,5 +116,5 @@ def _passes(model: Model, context: int, rows: int, tree: bool) -> tuple[list[flo
         spent.append({name: seconds for name, seconds in event.seconds.items() if name != "draft"})
         if len(spent) > PASSES:
             break
-    # The first pass carries what was left of the prompt.
+    # The first pass also processes the rest of the prompt.
     return [sum(s.values()) - s["prefill"] for s in spent[1:]], spent[0]["prefill"]

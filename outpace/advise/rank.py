@@ -1,4 +1,4 @@
-"""Rank: replay every candidate, put costs on its passes, and order them by predicted speed-up."""
+"""Ranking: replay every candidate, add up the measured times of its passes, and order by predicted speed-up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESAMPLES, SEED = 500, 0
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """A method with a budget, and a draft if it takes one."""
+    """A candidate: a method with a policy that sets its budget, and a draft model if it takes one."""
 
     method: str
     policy: str = "fixed"
@@ -43,32 +43,32 @@ class MethodChoice:
 
 
 class PassShape(NamedTuple):
-    """What decides the cost of a pass."""
+    """The properties of a pass that determine its time."""
 
-    rows: int
+    rows: int  # tokens in the pass
     is_chain: bool
 
 
 @dataclass(frozen=True)
 class ReplayWork:
-    """What one answer took in a replay."""
+    """The passes and the drafting time of one answer in a replay."""
 
     passes: Counter[PassShape]
-    draft: float  # seconds
+    draft: float  # seconds of drafting
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """A candidate's replay: work by recording."""
+    """A candidate's replay of all recordings."""
 
     candidate: MethodChoice
-    work: list[ReplayWork]
+    work: list[ReplayWork]  # one for each recording
     stats: Stats
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a candidate is expected to do."""
+    """The predicted figures of a candidate."""
 
     candidate: MethodChoice
     speedup: Interval
@@ -79,13 +79,13 @@ class Prediction:
 
 
 def candidates(methods: Seq[str], drafts: Seq[str]) -> list[MethodChoice]:
-    """Every method with its own budget and with smaller ones; one that takes a draft, with each draft."""
+    """Return every method with its own budget and with smaller ones, and with each draft model if it takes one."""
     found = []
     for spec in methods:
         name, options = registry.parse(spec)
         cls = registry.find(name)
         if cls.policy != Drafter.policy:
-            raise UsageError(f"{name!r} chooses by itself what pays; advise ranks methods that do not")
+            raise UsageError(f"{name!r} adapts to what pays, so advise cannot rank it: leave it out")
         takes_draft = "draft" in registry.options(cls)
         for draft in drafts if takes_draft else [None]:
             drafter = registry.method(name, **options, **({"draft": None} if takes_draft else {}))
@@ -111,7 +111,7 @@ def drafter_of(model: Model, candidate: MethodChoice, drafts: dict[str, Model]) 
 def replay(
     model: Model, recordings: Seq[Recording], candidate: MethodChoice, drafts: dict[str, Model], sampling: Sampling
 ) -> ReplayResult:
-    """Run the loop over all recordings, one after the other, with a drafter that starts with nothing learned."""
+    """Run the engine over all recordings, one after the other, with a drafter that has learned nothing yet."""
     target = ReplayLM(model.lm, recordings)
     stand_in = Model(target, model.tokenizer, model.stop_token_ids)
     drafter, (name, options) = drafter_of(model, candidate, drafts), registry.parse(candidate.policy)
@@ -139,7 +139,7 @@ def replay(
 
 
 def predict(found: ReplayResult, recordings: Seq[Recording], costs: MeasuredPasses) -> Prediction:
-    """The ratio of the two times over all answers; its interval draws answers and timings anew."""
+    """Predict the speed-up: the ratio of total times; its interval resamples answers and timings."""
     table, random = costs.table(), np.random.default_rng(SEED)
     pairs = _times(found, recordings, table)  # [answers, plain and method]
     drawn = []
@@ -161,7 +161,7 @@ def predict(found: ReplayResult, recordings: Seq[Recording], costs: MeasuredPass
 
 
 def _times(found: ReplayResult, recordings: Seq[Recording], table: CostTable) -> np.ndarray:
-    """Seconds of each answer, plain and by this candidate."""  # [answers, 2]
+    """Return the seconds of each answer, with plain decoding and with this candidate."""  # [answers, 2]
     costs = {shape: table.seconds(*shape) for work in found.work for shape in work.passes}
     rows = []
     for recording, work in zip(recordings, found.work, strict=True):
@@ -172,7 +172,7 @@ def _times(found: ReplayResult, recordings: Seq[Recording], table: CostTable) ->
 
 
 def best(predictions: Seq[Prediction], count: int) -> list[Prediction]:
-    """The best of each method and draft, then the best of these; plain decoding is what they are compared with."""
+    """Return the best `count` of the best variant of each method and draft, without plain decoding, the baseline."""
     ordered = sorted(predictions, key=lambda p: -p.speedup.value)
     first = {(p.candidate.method, p.candidate.draft): p for p in reversed(ordered)}
     chosen = sorted(first.values(), key=lambda p: -p.speedup.value)

@@ -1,7 +1,7 @@
-"""Recording: the target's own answers, once, and what it held likely after each token of them and beside them.
+"""Recordings: the target's answers, with its likeliest next tokens along each answer and on branches beside it.
 
-Drafters that learn from rejected nodes need to know what the target says where its answer does not go. So the answers
-are recorded with drafters that guess broadly; being lossless, they do not change them.
+Drafters that learn from rejected nodes need the target's predictions off the path of its answer, too. So the answers
+are recorded with drafters that draft broad trees. These drafters are lossless, so they do not change the answers.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from outpace.errors import OutpaceError
 from outpace.registry import method
 from outpace.sampling.settings import Sampling
 
-EXPLORERS = "lookahead+recycling"  # they guess broadly, and each in its own way
-TOP = 16  # likeliest successors that are kept of each place; drafters that learn from scores read these
+EXPLORERS = "lookahead+recycling"  # both draft broad trees, each in its own way
+TOP = 16  # likeliest successors that are kept for each place; drafters that learn from logits read these
 
-# A place: how many tokens of the answer come before it, then tokens that leave the answer there.
+# A place in a tree: how many tokens of the answer come before it, then the tokens of the branch that leaves the answer.
 Place = tuple[int, ...]
 
 
 @dataclass
 class Recording:
-    """One answer."""
+    """One recorded answer."""
 
     prompt: list[int]
     answer: list[int] = field(default_factory=list)
-    likely: dict[Place, list[int]] = field(default_factory=dict)  # place -> the TOP successors
+    likely: dict[Place, list[int]] = field(default_factory=dict)  # place -> its TOP likeliest successors
 
     @property
     def text(self) -> list[int]:
@@ -38,7 +38,7 @@ class Recording:
 
 
 def places(tree: Tree, at: dict[int, int]) -> list[Place]:
-    """The place of every node, given how much of the answer comes before those that are on it."""
+    """Return the place of every node; `at` gives the number of answer tokens before each node on the answer."""
     found: list[Place] = []
     for node, parent in enumerate(tree.parents):
         found.append((at[node],) if node in at else (*found[parent], tree.tokens[node]))
@@ -48,8 +48,8 @@ def places(tree: Tree, at: dict[int, int]) -> list[Place]:
 def record(
     model: Model, prompts: list[list[int]], max_tokens: int, sampling: Sampling, done: Callable[[], object]
 ) -> list[Recording]:
-    """Plain decoding's answers to all prompts; `done` is called after each answer."""
-    engine = Engine(model.lm, max_batch=1, overlap=False)  # one after the other, as a drafter that learns will see them
+    """Record plain decoding's answers to all prompts; `done` is called after each answer."""
+    engine = Engine(model.lm, max_batch=1, overlap=False)  # one at a time, as in the replay, where drafters learn
     drafter = method("auto", candidates=EXPLORERS) if model.lm.trees else method("plain")
     found = {}
     for prompt in prompts:

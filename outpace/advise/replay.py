@@ -1,8 +1,8 @@
-"""Replay: an LM that knows only a recording, so that the whole loop runs without the target.
+"""Replay: an LM that returns recorded predictions, so that the whole engine loop runs without the target.
 
-At a place that was recorded it says what the target said there. At others, which the answer does not reach, it says
-what the target said elsewhere after the same two tokens, or the same one. That decides no acceptance; only drafters
-that learn from rejected nodes (token recycling, lookahead) see the difference.
+At a recorded place it returns what the target predicted there. At other places, which are off the answer, it returns
+what the target predicted elsewhere after the same two tokens, or after the same one. This never affects acceptance;
+only drafters that learn from rejected nodes (token recycling, lookahead) see the difference.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from outpace.errors import UsageError
 from outpace.models.cacheless import CachelessLM
 from outpace.models.segment import Segment, SegmentOutput
 
-CERTAIN = 1e6  # a logit that no noise and no filter can move from the top
+CERTAIN = 1e6  # a logit so high that no noise and no filter can move it from the top
 
 
 class ReplayLayers:
-    """The target's layers: a draft of some of them has to run. It cannot share slots with a recording."""
+    """The target's layers, for drafts made of some of them, which have to run. They share no slots with a recording."""
 
     def __init__(self, layers: Layers):
         self._layers, self.count = layers, layers.count
@@ -31,7 +31,7 @@ class ReplayLayers:
         return self._layers.slice(layers, compile)
 
     def early_exit(self, count: int) -> None:
-        """There is none."""
+        """Return None: a recording has no early exit."""
 
     def cost_share(self, count: int) -> float:
         return self._layers.cost_share(count)
@@ -41,15 +41,15 @@ class ReplayLayers:
 
 
 class ReplayLM(CachelessLM):
-    """The target of a recording: right where it was recorded, and nearly free."""
+    """Stands in for the target: exact where it was recorded, and nearly free."""
 
     def __init__(self, target: LM, recordings: Seq[Recording]):
         super().__init__()
-        self.recording: Recording | None = None  # what is replayed now
+        self.recording: Recording | None = None  # the one that is replayed now
         self.vocab, self.max_length, self.trees = target.vocab, target.max_length, target.trees
         self.layers = None if target.layers is None else ReplayLayers(target.layers)
         self._endings = _by_ending(recordings)
-        self._latest: dict[int, list[int]] = {}  # token -> what was last likely after it
+        self._latest: dict[int, list[int]] = {}  # token -> its latest likely successors
 
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         if taps:
@@ -75,7 +75,7 @@ class ReplayLM(CachelessLM):
         return logits
 
     def _alike(self, before: int, token: int) -> list[int]:
-        """What followed the same two tokens; else the same one, most recently or anywhere."""
+        """Return likely successors of the same two tokens; else of the same one, most recently or anywhere."""
         return self._elsewhere(before, token) or self._latest.get(token) or self._elsewhere(token)
 
     def _elsewhere(self, *ending: int) -> list[int]:
@@ -87,7 +87,7 @@ class ReplayLM(CachelessLM):
 
 
 def _by_ending(recordings: Seq[Recording]) -> dict[tuple[int, ...], dict[int, list[int]]]:
-    """The last one and two tokens before a place -> recording -> what was last likely there."""
+    """Map the last one or two tokens before a place -> recording -> the latest likely successors there."""
     found: dict[tuple[int, ...], dict[int, list[int]]] = {}
     for recording in recordings:
         for (position, *tail), likely in recording.likely.items():

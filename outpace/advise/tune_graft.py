@@ -1,8 +1,8 @@
-"""Calibrate: gates and ranks of a grafting from traces (docs/methods/graft.md).
+"""Calibration of Graft: gates and ranks from traces (docs/methods/graft.md).
 
-A trace says how sure a draft was and how much of it was accepted. Where it also holds passes of `recycling` on the same
-texts, it says what the table of successors would have got from there. So the speed with a gate can be told, and gates
-are added one by one, where they help most.
+A trace shows how confident a draft was and how much of it was accepted. If it also has passes of `recycling` on the
+same texts, it shows how many tokens the successor table would have contributed there. So the speed with a gate can be
+computed from traces, and gates are added one by one, where they help most.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from outpace.drafting.rank_template import DEPTH, RANKS, likely_ranks, template
 from outpace.errors import UsageError
 from outpace.tracing.trace import PassRecord, RequestTrace, Trace
 
-TABLE = "recycling"  # whose guesses tell what the table of successors is worth
-WRAPPER = "graft"  # its drafts were cut already: they say nothing about what was cut off
+TABLE = "recycling"  # its draft tokens show what the successor table is worth
+WRAPPER = "graft"  # its drafts were already cut, so they say nothing about what was cut off
 LEAST, MOST = 20, 2000  # passes: fewer say nothing, more would only take longer
-PRIOR = 8.0  # guesses of each rank that count as seen before
+PRIOR = 8.0  # draft tokens of each rank that count as seen before
 MOST_GATES = 3
 KEEPS = (1 / 8, 1 / 4, 2 / 5, 2 / 3)  # shares of the nodes that a draft may keep at a gate
-FLOORS = 12  # thresholds that are tried at each depth
-WORTH = 1.002  # a gate that gains less is not worth its complication
-Text = tuple[tuple[int, ...], str]  # prompt and sampling: what decides an answer
+FLOORS = 12  # thresholds to try at each depth
+WORTH = 1.002  # a gate that gains less is not worth the complication
+Text = tuple[tuple[int, ...], str]  # prompt and sampling, which determine an answer
 
 
 @dataclass(frozen=True)
 class PassSample:
-    """One pass of a draft: how sure it was, and what of it was accepted."""
+    """One pass of a draft: how confident it was, and which of its nodes were accepted."""
 
     size: int  # nodes
-    confidence: list[float]  # chance of its best path, by depth
-    order: list[list[int]]  # of each accepted node: its place by likelihood, among the nodes down to each depth
-    retrieved: list[int]  # place in the table's tree of what that would have got right, in order
+    confidence: list[float]  # probability of its best path, by depth
+    order: list[list[int]]  # for each accepted node: its rank by probability, among the nodes down to each depth
+    retrieved: list[int]  # indices in the table's tree of the nodes that would have been accepted, in order
 
     def tokens(self, gate: Gate | None, nodes: int) -> int:
-        """Committed by a pass of so many nodes, in which the draft was stopped by this gate, or by none."""
+        """Return the tokens committed by a pass of `nodes` nodes, if this gate stopped the draft (None: no gate)."""
         depth = len(self.confidence) if gate is None else gate.depth
         room = nodes if gate is None else min(nodes, max(depth, round(gate.keep * nodes)))
         own = _leading([places[depth - 1] for places in self.order[:depth]], room)
@@ -48,13 +48,13 @@ class PassSample:
 
 
 def _leading(places: Seq[int], room: int) -> int:
-    """How many of these, from the first on, have a place."""
+    """Count how many of these, from the first on, fit into `room`."""
     return next((i for i, place in enumerate(places) if place > room), len(places))
 
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """What is weighed: seconds of a pass, and of a level of the draft."""
+    """The seconds of a target pass, and of a level of the draft."""
 
     target: float
     level: float
@@ -62,22 +62,22 @@ class DraftCosts:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found, and what it should bring."""
+    """The gates and ranks that were found, and their expected effect."""
 
     grafting: Grafting
     nodes: int
-    passes: int  # of a draft
-    table_passes: int  # of `recycling`
-    level: float  # of the draft, in passes of the target
+    passes: int  # traced passes of a draft
+    table_passes: int  # traced passes of `recycling`
+    level: float  # cost of a level of the draft, in passes of the target
     stops: list[float]  # share of the passes that each gate stops
     tokens: tuple[float, float]  # per pass, without gates and with them
     speedup: float  # by the gates
-    template: list[int] = field(default_factory=list)  # nodes at each depth, of a tree of nothing else
+    template: list[int] = field(default_factory=list)  # nodes at each depth of a tree from the table alone
 
 
 def calibrate(traces: Seq[Trace], nodes: int = 60, level: float | None = None) -> Calibration:
-    """Gates and ranks for trees of so many nodes; `level` is the cost of a level of the draft in passes of the target,
-    None: as the traces say."""
+    """Find gates and ranks for trees of `nodes` nodes. `level` is the cost of a draft level in passes of the target;
+    None takes it from the traces."""
     if nodes < 1 or (level is not None and level < 0):
         raise UsageError("a calibration needs nodes >= 1 and a level cost of 0 or more")
     requests = [request for trace in traces for request in trace.requests]
@@ -86,8 +86,8 @@ def calibrate(traces: Seq[Trace], nodes: int = 60, level: float | None = None) -
     drafted = [(r, p) for r in requests if r.method not in (TABLE, WRAPPER) for p in r.passes if _scored(p)]
     if len(drafted) < LEAST:
         raise UsageError(
-            f"these traces have {len(drafted)} passes whose guesses all come with a chance, and {LEAST} are needed: "
-            "trace a method that knows how sure it is, such as draft or suffix"
+            f"these traces have {len(drafted)} passes with probabilities for all draft tokens, and {LEAST} are needed: "
+            "trace a method that knows these probabilities, such as draft or suffix"
         )
     costs = _costs([p for _, p in drafted], level)
     samples = list(_samples(drafted[:: -(-len(drafted) // MOST)], known))
@@ -110,12 +110,12 @@ def _scored(record: PassRecord) -> bool:
 
 
 def _retrieved(request: RequestTrace) -> Iterator[tuple[tuple[Text, int], list[int]]]:
-    """For every place of an answer, which nodes of the table's tree were right from there on."""
+    """Yield, for every position of an answer, the nodes of the table's tree that were accepted from there on."""
     at, text = 0, _text(request)
     for record in request.passes:
-        right = [node for node in record.path[1:] if node < len(record.tokens)]
+        accepted = [node for node in record.path[1:] if node < len(record.tokens)]
         for start in range(len(record.committed)):
-            yield (text, at + start), right[start:]
+            yield (text, at + start), accepted[start:]
         at += len(record.committed)
 
 
@@ -134,29 +134,29 @@ def _samples(
             at += len(record.committed)
     for request, record in drafted:
         tree = record.step.tree
-        chances, depths = reach(tree), tree.depths
+        probs, depths = reach(tree), tree.depths
         order = []
         for node in record.path[1:]:
-            better = [d for n, d in enumerate(depths) if n and (-chances[n], n) <= (-chances[node], node)]
+            better = [d for n, d in enumerate(depths) if n and (-probs[n], n) <= (-probs[node], node)]
             order.append([sum(d <= depth for d in better) for depth in range(1, max(depths) + 1)])
         yield PassSample(
-            len(tree) - 1, confidence(tree, chances), order, known.get((_text(request), starts[id(record)]), [])
+            len(tree) - 1, confidence(tree, probs), order, known.get((_text(request), starts[id(record)]), [])
         )
 
 
 def _costs(records: Seq[PassRecord], level: float | None) -> DraftCosts:
-    """Sums, not means of ratios: a pass that took long counts for what it took."""
+    """Average the costs from sums, not from ratios of single passes, so that a long pass counts for its time."""
     target = sum(p.seconds.get("score", 0.0) for p in records) / len(records)
     if level is not None:
         return DraftCosts(1.0, level)
     if target <= 0:
-        raise UsageError("these traces do not say how long a pass took: give --level-cost")
+        raise UsageError("these traces have no pass times: give --level-cost")
     levels = sum(max(p.step.tree.depths) for p in records)
     return DraftCosts(target, sum(p.seconds.get("draft", 0.0) for p in records) / levels)
 
 
 def _search(samples: Seq[PassSample], nodes: int, costs: DraftCosts) -> tuple[list[Gate], list[Gate | None]]:
-    """Add the gate that makes the whole fastest, until none does or there are enough."""
+    """Add the gate that gains the most speed, until no gate gains enough or there are MOST_GATES."""
     gates: list[Gate] = []
     best = _speed(_outcome(samples, nodes, gates), costs)
     while len(gates) < MOST_GATES:
@@ -179,7 +179,7 @@ def _candidates(samples: Seq[PassSample], depths: Seq[int]) -> Iterator[Gate]:
 
 
 def _outcome(samples: Seq[PassSample], nodes: int, gates: Seq[Gate]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and levels of every pass."""
+    """Return the tokens and the draft levels of every pass."""
     tokens, levels = [], []
     for sample in samples:
         gate = stopped(sample.confidence, gates)
@@ -194,7 +194,7 @@ def _speed(outcome: tuple[np.ndarray, np.ndarray], costs: DraftCosts) -> float:
 
 
 def _ranks(table: Seq[RequestTrace]) -> tuple[tuple[float, ...], ...]:
-    """How often each rank was right at each depth under an accepted node; what is known beforehand counts a little."""
+    """Estimate how often each rank is accepted at each depth under an accepted node; the prior counts a little."""
     before = likely_ranks()
     offered = np.full((DEPTH, RANKS), PRIOR)
     matched = PRIOR * np.array(before)
@@ -204,4 +204,4 @@ def _ranks(table: Seq[RequestTrace]) -> tuple[tuple[float, ...], ...]:
             for rank, child in enumerate(tree.children(node)[:RANKS] if depth < DEPTH else ()):
                 offered[depth, rank] += 1
                 matched[depth, rank] += child in record.path
-    return tuple(tuple(round(float(chance), 4) for chance in level) for level in matched / offered)
+    return tuple(tuple(round(float(rate), 4) for rate in level) for level in matched / offered)

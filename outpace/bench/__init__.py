@@ -1,1 +1,1 @@
-"""Benchmarks: methods side by side, as ratios of one run."""
+"""Benchmarks: methods compared side by side, as ratios within one run."""

@@ -1,4 +1,4 @@
-"""Contestants: our methods, and Transformers' own loops, on the same model object."""
+"""Contestants: Outpace's methods and Transformers' own generation loops, on the same model object."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOOKUP_TOKENS = 10
 def sweep(
     model: Model, methods: Seq[MethodSpec], draft: Model | None, policies: Seq[MethodSpec], verifier: MethodSpec | None
 ) -> list[OutpaceContestant]:
-    """Every method under every policy, or under the one it asks for; plain decoding once."""
+    """Return every method under every policy, or under its own default policy; plain decoding appears once."""
     own = RunRules(None, verifier)
     every = [RunRules(policy, verifier, named=True) for policy in policies] or [own]
     return [
@@ -43,7 +43,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class BatchAnswers:
-    """What a contestant gave for a batch."""
+    """A contestant's answers to one batch."""
 
     tokens: list[list[int]]
     stats: Stats | None
@@ -51,10 +51,10 @@ class BatchAnswers:
 
 
 class TimedContestant(ABC):
-    """The part of a contestant that is the same for all: an empty cache, the clock, the memory."""
+    """What all contestants share: clearing the caches, timing, and measuring peak memory."""
 
     name: str
-    models: list[Model]  # whose caches are cleared
+    models: list[Model]  # their caches are cleared before each run
 
     @abstractmethod
     def answer(self, prompts: list[list[int]], settings: AnswerSettings) -> BatchAnswers:
@@ -62,7 +62,7 @@ class TimedContestant(ABC):
 
     def run(self, prompts: list[list[int]], settings: AnswerSettings) -> Run:
         for model in self.models:
-            model.clear_cache()  # nobody profits from a prompt that is still there
+            model.clear_cache()  # no contestant profits from a prompt that is still cached
         gc.collect()
         gc.disable()
         try:
@@ -78,7 +78,7 @@ class TimedContestant(ABC):
 
 
 class OutpaceContestant(TimedContestant):
-    """A method of Outpace."""
+    """Runs a method of Outpace."""
 
     drafter: Drafter
     policy: Policy
@@ -107,14 +107,14 @@ class OutpaceContestant(TimedContestant):
         done = self._generate(prompts, settings)
         stats = done[0].stats
         for other in done[1:]:
-            # The rows of a batch share its passes: the longest of their times is that of the batch.
+            # The requests of a batch share its passes, so the longest of their times is the time of the batch.
             longest = {k: max(s, other.stats.seconds.get(k, 0.0)) for k, s in stats.seconds.items()}
             stats = replace(stats.merge(other.stats), seconds=longest)
         compared = settings.greedy or self.verifier.shares_noise
         return BatchAnswers([completion.tokens for completion in done], stats, compared)
 
     def trace(self, groups: Seq[Group], writer: TraceWriter) -> None:
-        """Answer once more, untimed, and write down what every pass did."""
+        """Answer once more, untimed, and trace every pass."""
         self.fresh()
         for group in groups:
             self._generate(group.prompts, group.settings, writer)
@@ -138,15 +138,15 @@ class OutpaceContestant(TimedContestant):
 
 @dataclass(frozen=True)
 class RunRules:
-    """What all our methods run under; plain decoding too, so that a rule is compared with itself."""
+    """The policy and verifier of all Outpace methods, plain decoding too: a rule is compared with itself."""
 
-    policy: MethodSpec | None = None  # None: the one that a method asks for
-    verifier: MethodSpec | None = None  # the same
-    named: bool = False  # whether a contestant's name says its policy
+    policy: MethodSpec | None = None  # None: the method's default
+    verifier: MethodSpec | None = None  # None: the method's default
+    named: bool = False  # whether a contestant's name includes the policy
 
 
 class TransformersContestant(TimedContestant):
-    """Transformers' `generate`, with the options that make it speculate or not."""
+    """Runs Transformers' `generate`, with options that select how it speculates, if it does."""
 
     def __init__(self, name: str, model: Model, one_by_one: bool = False, **options: Any):
         self.name = name + (", one by one" if one_by_one else "")
@@ -154,7 +154,7 @@ class TransformersContestant(TimedContestant):
         self.models = [model]
 
     def fresh(self) -> None:
-        """It remembers nothing."""
+        """Do nothing: `generate` keeps nothing between prompts."""
 
     def answer(self, prompts: list[list[int]], settings: AnswerSettings) -> BatchAnswers:
         torch.manual_seed(settings.sampling.seed)
@@ -173,7 +173,7 @@ class TransformersContestant(TimedContestant):
             max_new_tokens=settings.max_tokens,
             pad_token_id=0,
             eos_token_id=sorted(stops) or None,
-            repetition_penalty=1.0,  # a checkpoint may come with another one
+            repetition_penalty=1.0,  # a checkpoint may have another default
             **_sampling(settings),
             **self.options,
         )
@@ -188,13 +188,13 @@ def _sampling(settings: AnswerSettings) -> dict[str, Any]:
 
 
 def _ended(tokens: list[int], stops: frozenset[int]) -> list[int]:
-    """Up to the stop token; what follows it in a batch is padding."""
+    """Cut off after the stop token; what follows it in a batch is padding."""
     end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
     return tokens[: end + 1]
 
 
 def transformers_model(model: Model) -> Any:
-    """The object that Transformers knows."""
+    """Return the Transformers model of this model."""
     found = getattr(model.lm, "model", None)
     if found is None:
         raise UsageError(f"{model.name or 'this model'} is not a Transformers model: add --no-transformers")
@@ -202,7 +202,7 @@ def transformers_model(model: Model) -> Any:
 
 
 def theirs(model: Model, draft: Model | None, batched: bool) -> list[TransformersContestant]:
-    """Transformers plain, with prompt lookup and, given a draft, assisted; the last two take no batches."""
+    """Return Transformers plain, with prompt lookup and, given a draft, assisted; the last two cannot run batches."""
     transformers_model(model)
     found = [
         TransformersContestant(f"{TRANSFORMERS} generate", model),
@@ -227,7 +227,7 @@ def _on_cuda() -> bool:
 
 
 def _forget_peak() -> bool:
-    """False where this cannot be done."""
+    """Reset the peak memory counter; False if that is not possible."""
     if _on_cuda():
         torch.cuda.reset_peak_memory_stats()
         return True

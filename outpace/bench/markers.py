@@ -1,4 +1,4 @@
-"""Markers: the place in a Markdown file where a summary goes."""
+"""Markers in a Markdown file, between which a summary is inserted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outpace.storage.files import write_whole
 
 
 def around(path: Path, name: str) -> tuple[str, str]:
-    """What a Markdown file has before and after the text between the markers of this name, markers included."""
+    """Return the parts of a Markdown file before and after the text between these markers, markers included."""
     start, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
     try:
         before, found, rest = path.read_text(encoding="utf-8").partition(start)
@@ -22,6 +22,6 @@ def around(path: Path, name: str) -> tuple[str, str]:
 
 
 def update(path: Path, name: str, text: str) -> None:
-    """Replace what is between the markers; all around them stays."""
+    """Replace the text between the markers, and nothing else."""
     before, after = around(path, name)
     write_whole(path, f"{before}\n\n{text}\n\n{after}")

@@ -1,4 +1,4 @@
-"""Plan: what is measured. Prompts become token ids, and token ids become groups under conditions."""
+"""Benchmark plan: what is measured. Prompts are encoded, then grouped into batches by condition."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from outpace.sampling.settings import Sampling
 if TYPE_CHECKING:
     from outpace.api.model import Model
 
-MIXED = "mixed"  # prompts of several tasks in one batch
-OWN_COUNT = 4  # copy prompts of each length, where no limit says less
+MIXED = "mixed"  # task name of a batch with prompts of several tasks
+OWN_COUNT = 4  # copy prompts of each length, unless a limit is set
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """Which prompts, under which conditions."""
+    """Which prompts are measured, under which conditions."""
 
-    tasks: tuple[str, ...] = ()  # none: all
-    prompts: Path | None = None  # a file; None: our own set
-    limit: int | None = None  # of each task
+    tasks: tuple[str, ...] = ()  # empty: all
+    prompts: Path | None = None  # a file; None: Outpace's own set
+    limit: int | None = None  # prompts of each task
     batches: tuple[int, ...] = (1,)
     contexts: tuple[int, ...] = (512,)
     temperatures: tuple[float, ...] = (0.0,)
@@ -53,7 +53,7 @@ class BenchPlan:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a prompt, as the model gets it."""
+    """One turn of a prompt, encoded for the model."""
 
     task: str
     context: int | None
@@ -62,46 +62,46 @@ class Turn:
 
 
 def load(plan: BenchPlan) -> list[tasks.Prompt]:
-    """The plan's prompts, but for those of the copy task, whose length only a tokenizer tells."""
+    """Load the plan's prompts, except those of the copy task, whose length depends on the tokenizer."""
     return tasks.load(plan.prompts, plan.tasks, plan.limit)
 
 
 def ask(plan: BenchPlan, model: Model, prompts: Seq[tasks.Prompt], done: Callable[[], None]) -> list[Turn]:
-    """Every turn of every prompt; later turns follow plain, greedy answers, the same ones under every condition."""
+    """Encode every turn of every prompt; later turns follow plain, greedy answers, the same under every condition."""
     found = []
     answers: list[list[str]] = [[] for _ in prompts]
     for turn in range(max((len(prompt.turns) for prompt in prompts), default=0)):
         # First turns come before second ones, so that no batch holds a prompt and its continuation.
-        for prompt, said in zip(prompts, answers, strict=True):
+        for prompt, earlier in zip(prompts, answers, strict=True):
             if turn >= len(prompt.turns):
                 continue
-            tokens = tasks.encode(prompt, model, said)
+            tokens = tasks.encode(prompt, model, earlier)
             name = prompt.id if len(prompt.turns) == 1 else f"{prompt.id}.{turn + 1}"
             found.append(_fitting(Turn(prompt.task, None, name, tokens), plan, model))
             if turn + 1 < len(prompt.turns):
-                said.append(model.generate(tokens, method="plain", max_tokens=plan.max_tokens).text)
+                earlier.append(model.generate(tokens, method="plain", max_tokens=plan.max_tokens).text)
             done()
     if plan.copies:
         for length in dict.fromkeys(plan.contexts):
             for prompt in tasks.copying(model, length, plan.limit or OWN_COUNT):
-                asked = Turn(prompt.task, length, prompt.id, tasks.encode(prompt, model))
-                found.append(_fitting(asked, plan, model))
+                copied = Turn(prompt.task, length, prompt.id, tasks.encode(prompt, model))
+                found.append(_fitting(copied, plan, model))
     return found
 
 
-def _fitting(asked: Turn, plan: BenchPlan, model: Model) -> Turn:
-    if len(asked.tokens) + plan.max_tokens > model.lm.max_length:
+def _fitting(turn: Turn, plan: BenchPlan, model: Model) -> Turn:
+    if len(turn.tokens) + plan.max_tokens > model.lm.max_length:
         raise UsageError(
-            f"{asked.task} {asked.name} has {len(asked.tokens)} tokens, and with {plan.max_tokens} new ones the "
-            f"model, which holds {model.lm.max_length}, is full: lower --max-tokens or --context"
+            f"{turn.task} {turn.name} has {len(turn.tokens)} tokens; with {plan.max_tokens} new ones it exceeds the "
+            f"model's maximum of {model.lm.max_length}: lower --max-tokens or --context"
         )
-    return asked
+    return turn
 
 
 def groups(plan: BenchPlan, asked: Seq[Turn]) -> list[Group]:
-    """All prompts, once for each batch size and temperature, in batches of one task and length.
+    """Group all prompts, once for each batch size and temperature, into batches of one task and length.
 
-    What a task leaves over is put together to mixed batches; too few for even one of those are left out.
+    The prompts that a task leaves over form mixed batches; what is left after these is not measured.
     """
     found: list[Group] = []
     for batch, temperature in product(dict.fromkeys(plan.batches), dict.fromkeys(plan.temperatures)):
@@ -109,18 +109,18 @@ def groups(plan: BenchPlan, asked: Seq[Turn]) -> list[Group]:
             raise UsageError(f"there are {len(asked)} prompts, too few for a batch of {batch}")
         for members in _batches(asked, batch):
             first = members[0]
-            same = all((a.task, a.context) == (first.task, first.context) for a in members)
+            same = all((turn.task, turn.context) == (first.task, first.context) for turn in members)
             condition = Condition(
                 first.task if same else MIXED, batch, first.context if same else None, temperature
             )  # fmt: skip
-            names, prompts = [a.name for a in members], [a.tokens for a in members]
+            names, prompts = [turn.name for turn in members], [turn.tokens for turn in members]
             found.append(Group(len(found), condition, names, prompts, plan.settings(temperature)))
     return found
 
 
-def _batches(asked: Seq[Turn], batch: int) -> Iterator[list[Turn]]:
+def _batches(turns: Seq[Turn], batch: int) -> Iterator[list[Turn]]:
     left: list[Turn] = []
-    for _, same in groupby(sorted(asked, key=_kind), key=_kind):
+    for _, same in groupby(sorted(turns, key=_kind), key=_kind):
         members = list(same)
         whole = len(members) - len(members) % batch
         yield from (members[i : i + batch] for i in range(0, whole, batch))
@@ -128,6 +128,6 @@ def _batches(asked: Seq[Turn], batch: int) -> Iterator[list[Turn]]:
     yield from (left[i : i + batch] for i in range(0, len(left) - batch + 1, batch))
 
 
-def _kind(asked: Turn) -> tuple[int, str, int]:
-    known = tasks.TASKS.index(asked.task) if asked.task in tasks.TASKS else len(tasks.TASKS)
-    return known, asked.task, asked.context or 0
+def _kind(turn: Turn) -> tuple[int, str, int]:
+    known = tasks.TASKS.index(turn.task) if turn.task in tasks.TASKS else len(tasks.TASKS)
+    return known, turn.task, turn.context or 0

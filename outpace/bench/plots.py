@@ -1,4 +1,4 @@
-"""Plots: inline SVG whose colours are the page's own, so that they follow light and dark."""
+"""Plots of the report: inline SVG with the page's colour variables, so that they follow light and dark mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outpace.bench.summary import SliceFigures, Summary
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that stand for variables of the page, until the SVG is written.
+# Placeholder colours, replaced by variables of the page when the SVG is written.
 INK, GRID, SERIES = "#010203", "#010204", [f"#0102{i:02x}" for i in range(16, 26)]
 VARIABLES = {INK: "var(--muted)", GRID: "var(--line)"} | {code: f"var(--c{i})" for i, code in enumerate(SERIES)}
 MARKERS = "osD^vPX<>h"
@@ -27,7 +27,7 @@ STYLE: dict[str, Any] = {
 
 
 def speedups(summary: Summary) -> str:
-    """Over plain, by slice, with intervals."""
+    """Plot the speed-ups over plain decoding by slice, with intervals."""
     others = [name for name in summary.contestants if name != PLAIN]
     parts = [*summary.parts, summary.total]
     apart = 0.8 / max(len(others), 1)
@@ -49,13 +49,13 @@ def speedups(summary: Summary) -> str:
         axes.grid(visible=False, axis="y")
         for line in range(len(parts) - 1):
             axes.axhline(line + 0.5, color=GRID, linewidth=0.6)
-        axes.set_xlabel("times the speed of plain decoding, with 95 % intervals")
+        axes.set_xlabel("speed-up over plain decoding, with 95 % intervals")
 
     return _svg("speedups", draw, 1.1 + len(parts) * max(0.4, 0.11 * len(others)))
 
 
 def rates(summary: Summary) -> str:
-    """Tokens per second in total."""
+    """Plot the tokens per second in total."""
 
     def draw(axes: Axes) -> None:
         names = [figures.contestant for figures in summary.total]
@@ -71,7 +71,7 @@ def rates(summary: Summary) -> str:
 
 
 def acceptance(summary: Summary) -> str:
-    """How often a guess that far from the last token was right, given that all before it were."""
+    """Plot, by depth, how often a draft token is accepted, given that all before it are."""
     from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Axes) -> None:
@@ -82,14 +82,14 @@ def acceptance(summary: Summary) -> str:
                 axes.plot(depths, shares, label=figures.contestant, markersize=5, **_look(summary, figures.contestant))
         axes.set_ylim(0, 1.03)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("depth of the guess")
+        axes.set_xlabel("depth of the draft token")
         axes.set_ylabel("accepted, of those offered")
 
     return _svg("acceptance", draw, 3.6)
 
 
 def sweep(summary: Summary, along: str) -> str | None:
-    """Speed-up over plain against batch size, context or temperature; None where there is only one of them."""
+    """Plot the speed-up over plain against batch size, context or temperature; None if there is only one value."""
     parts = [part for part in summary.parts if (part[0].part.task is None) == (along != "context")]
     parts = [part for part in parts if getattr(part[0].part, along) is not None]
     fixed = [name for name in ("batch", "temperature") if name != along]
@@ -106,7 +106,7 @@ def sweep(summary: Summary, along: str) -> str | None:
         axes.axhline(1, color=INK, linewidth=1)
         axes.set_xticks([getattr(part[0].part, along) for part in parts])
         axes.set_xlabel({"context": "tokens of the prompt (copy)"}.get(along, along))
-        axes.set_ylabel("times plain")
+        axes.set_ylabel("speed-up over plain")
 
     return _svg(along, draw, 3.6)
 
@@ -128,7 +128,7 @@ def _svg(name: str, draw: Any, height: float, legend: bool = True) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style: Any = {**STYLE, "svg.hashsalt": name}  # a name for which matplotlib has no common type
+    style: Any = {**STYLE, "svg.hashsalt": name}  # Any: matplotlib has no common type for these keys
     with rc_context(style):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
@@ -141,7 +141,7 @@ def _svg(name: str, draw: Any, height: float, legend: bool = True) -> str:
 
 
 def _inline(svg: str, name: str) -> str:
-    """Without what only a file of its own needs, and with ids that no other plot of the page has."""
+    """Remove what only a standalone file needs, and make ids unique on the page."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)

@@ -1,4 +1,4 @@
-"""Record: runs.jsonl. First where and how it was measured, then every group of prompts, then every run as it ends."""
+"""The benchmark record, runs.jsonl: first the machine and settings, then all groups of prompts, then each run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMAT, VERSION = "outpace-bench", 1
 
 @dataclass
 class BenchRecord:
-    """A whole file."""
+    """The contents of a runs.jsonl file."""
 
     header: dict[str, Any]
     groups: list[Group] = field(default_factory=list)
@@ -37,7 +37,7 @@ class BenchRecord:
 
 
 def provenance(model: Model, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What has to be known to measure the same again."""
+    """Return what is needed to repeat the measurement."""
     parameter = next(iter(getattr(model.lm, "model", torch.nn.Module()).parameters()), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     return {
@@ -61,7 +61,7 @@ def provenance(model: Model, command: str, arguments: dict[str, Any]) -> dict[st
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package lies in; marked if files differ from it."""
+    """Return the commit of the checkout that contains this package, marked if files differ from it."""
     folder = Path(__file__).parent
     try:
         described = subprocess.run(
@@ -83,7 +83,7 @@ def _cpu() -> str:
 
 
 class Writer:
-    """Writes a line as soon as there is one, so that a run that breaks off leaves what it measured."""
+    """Writes each line at once, so that an interrupted run keeps what it measured."""
 
     def __init__(self, path: Path, header: dict[str, Any], groups: Seq[Group]):
         try:
@@ -114,7 +114,7 @@ class Writer:
 
 
 def read(path: Path) -> BenchRecord:
-    """A file as records; a last line that was cut off is left out."""
+    """Read a file; an incomplete last line is skipped."""
     header, *lines = read_lines(path, FORMAT, VERSION, "a runs.jsonl of `outpace bench`")
     record = BenchRecord({key: value for key, value in header.items() if key not in ("type", "format", "version")})
     for number, line in enumerate(lines, start=2):
@@ -126,7 +126,7 @@ def read(path: Path) -> BenchRecord:
 
 
 def _take(record: BenchRecord, kind: str, line: dict[str, Any]) -> None:
-    """Add one line; kinds that a later version may add are passed over."""
+    """Add one line to the record; kinds that a later version may add are skipped."""
     if kind == "group":
         settings = line.pop("settings")
         sampling = settings["sampling"]

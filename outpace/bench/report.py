@@ -1,4 +1,4 @@
-"""Report: one HTML file that needs nothing else."""
+"""The benchmark report: one self-contained HTML file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure: contestants answer groups of prompts in turn, so that a change in the machine's speed hits all alike."""
+"""Measurement: contestants answer groups of prompts in turn, so a change in the machine's speed affects all alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How an answer is made."""
+    """How an answer is generated."""
 
     max_tokens: int = 64
     sampling: Sampling = field(default_factory=Sampling)
@@ -29,11 +29,11 @@ class AnswerSettings:
 
 @dataclass(frozen=True)
 class Condition:
-    """What figures are reported for, apart from each other."""
+    """A condition of the measurement; each has its own figures."""
 
     task: str
     batch: int = 1
-    context: int | None = None  # tokens of the prompt, for a task that is made to a length
+    context: int | None = None  # tokens of the prompt, for a task that is generated to a length
     temperature: float = 0.0
 
 
@@ -55,9 +55,9 @@ class Run:
     contestant: str
     tokens: list[list[int]]  # of each answer
     seconds: float
-    stats: Stats | None = None  # None: the contestant does not count
-    memory: int | None = None  # most bytes in use; None: unknown here
-    compared: bool = True  # False: it may answer otherwise than plain decoding
+    stats: Stats | None = None  # None: the contestant reports none
+    memory: int | None = None  # peak bytes in use; None: unknown
+    compared: bool = True  # False: answers may differ from plain decoding's
     group: int = 0
     round: int = 0
     condition: Condition = Condition("")
@@ -68,7 +68,7 @@ class Run:
 
 
 class Contestant(Protocol):
-    """Who takes part."""
+    """A method or loop that is measured."""
 
     name: str
 
@@ -76,17 +76,17 @@ class Contestant(Protocol):
         """Forget what was learned from earlier prompts."""
 
     def run(self, prompts: list[list[int]], settings: AnswerSettings) -> Run:
-        """Answer these prompts as one batch, on the clock, with an empty cache."""
+        """Answer these prompts as one batch, timed, with an empty cache."""
 
 
 def order(contestants: Seq[T], shift: int) -> list[T]:
-    """The same ones, beginning with another."""
+    """Rotate the contestants by `shift`."""
     start = shift % len(contestants)
     return [*contestants[start:], *contestants[:start]]
 
 
 def warm_up(contestants: Seq[Contestant], group: Group, done: Callable[[], object]) -> dict[str, str]:
-    """Each one once, untimed. Returns who cannot take part, and why."""
+    """Run each contestant once, untimed. Return those that cannot take part, with the reason."""
     failed = {}
     for contestant in contestants:
         contestant.fresh()
@@ -103,10 +103,10 @@ def warm_up(contestants: Seq[Contestant], group: Group, done: Callable[[], objec
 def measure(
     contestants: Seq[Contestant], groups: Seq[Group], rounds: int, progress: Callable[[Run], object] | None = None
 ) -> list[Run]:
-    """Every contestant on every group, `rounds` times; `progress` gets each run as soon as it is there.
+    """Run every contestant on every group, `rounds` times; `progress` gets each run as soon as it ends.
 
-    What a contestant learns it keeps while new prompts come: to the end of a round, or until the same prompts come
-    again at another batch size or temperature. Having seen a prompt before, it would know the answer.
+    A contestant keeps what it learns until the end of a round, or until the same prompts come again at another batch
+    size or temperature: with a prompt that it has seen before, it would know the answer.
     """
     runs = []
     with _settled():
@@ -126,7 +126,7 @@ def measure(
 
 @contextmanager
 def _settled() -> Iterator[None]:
-    """What exists already, above all the libraries, is not looked at by the collections before each run."""
+    """Exclude existing objects, mostly those of libraries, from the garbage collections before each run."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""Specs: which methods, policies and verifiers are measured, as they were named."""
+"""Specs: the methods, policies and verifiers to measure, as the user named them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class MethodSpec:
 
     @classmethod
     def checked(cls, kind: str, given: str) -> MethodSpec:
-        """A policy or a verifier, refused here if there is none of this name with these options."""
+        """Parse a policy or a verifier; refuse it if none of this name has these options."""
         catalogue.check(kind, given)
         return cls.parse(given)
 
 
 def specs(given: Seq[str], draft: bool) -> list[MethodSpec]:
-    """The methods to run, plain first; without names, all lossless ones that can run with what there is. Trained heads
-    have to be named: most models have none."""
+    """Return the methods to run, plain first; without names, all lossless ones that need at most the given draft.
+    Trained heads have to be named, because most models have none."""
     able = {"draft"} if draft else set[str]()
     names = list(given) or [
         name

@@ -1,4 +1,4 @@
-"""Summary: what the runs say. Ratios are paired by group and come with an interval; nothing is averaged away."""
+"""Summary of the runs: every condition has its own figures, and ratios are paired by group and have an interval."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESAMPLES, SEED = 2000, 0
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio and where it lies with 95 % confidence; one group alone says nothing about that."""
+    """A ratio and its 95 % confidence interval; a single group gives no interval."""
 
     value: float
     low: float | None = None
@@ -30,7 +30,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class DifferentAnswer:
-    """An answer that is not plain decoding's."""
+    """An answer that differs from plain decoding's."""
 
     prompt: str
     batch: int
@@ -40,7 +40,7 @@ class DifferentAnswer:
 
 @dataclass(frozen=True)
 class Slice:
-    """Some of the conditions: those that agree with what is given here."""
+    """A subset of the conditions: those that match the values given here."""
 
     label: str
     task: str | None = None
@@ -55,7 +55,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class SliceFigures:
-    """What one contestant did in one slice; counts are of one round."""
+    """One contestant's figures in one slice; counts are of one round."""
 
     contestant: str
     part: Slice
@@ -66,16 +66,16 @@ class SliceFigures:
     accepted: int | None
     drafted: int | None
     acceptance_by_depth: list[float]
-    draft_share: float | None  # of the time that the loop counts
+    draft_share: float | None  # share of the time that the engine loop counts
     memory: int | None  # peak, in bytes
-    compared: int  # answers that should be plain's
+    compared: int  # answers that should equal plain decoding's
     divergences: list[DifferentAnswer]
     speedups: dict[str, Interval] = field(default_factory=dict)  # over each baseline
 
 
 @dataclass(frozen=True)
 class Summary:
-    """All of it: in total, then by condition."""
+    """The figures of all contestants, in total and by slice."""
 
     contestants: list[str]
     baselines: list[str]
@@ -84,9 +84,9 @@ class Summary:
 
 
 def speedup(runs: Iterable[Run], of: str, over: str) -> Interval:
-    """Tokens per second of one contestant over another's, on the groups both answered.
+    """Return one contestant's tokens per second over another's, on the groups that both answered.
 
-    Times of a group are medians over rounds; where both give the same tokens, this is the ratio of their summed times.
+    Times of a group are medians over rounds; if both give the same tokens, this is the ratio of their summed times.
     """
     mine, other = _medians(runs, of), _medians(runs, over)
     shared = sorted(mine.keys() & other.keys())
@@ -107,7 +107,7 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
 
 
 def _medians(runs: Iterable[Run], contestant: str) -> dict[int, tuple[float, float]]:
-    """Seconds and tokens by group."""
+    """Return seconds and tokens by group, as medians over rounds."""
     found: dict[int, list[Run]] = {}
     for run in runs:
         if run.contestant == contestant:
@@ -119,7 +119,7 @@ def _medians(runs: Iterable[Run], contestant: str) -> dict[int, tuple[float, flo
 
 
 def divergences(record: BenchRecord, runs: Iterable[Run], contestant: str) -> list[DifferentAnswer]:
-    """Answers that differ from plain decoding's in any round, each once."""
+    """Return the answers that differ from plain decoding's in any round, each once."""
     runs = list(runs)
     plain = {(run.group, run.round): run for run in runs if run.contestant == PLAIN}
     groups = {group.number: group for group in record.groups}
@@ -147,7 +147,7 @@ def summarize(record: BenchRecord) -> Summary:
 
 
 def _slices(record: BenchRecord) -> Iterator[Slice]:
-    """The total; each batch size and temperature, if there are several; each condition."""
+    """Yield the total, then each batch size and temperature if there are several, then each condition."""
     conditions = list(dict.fromkeys(run.condition for run in record.runs))
     sweeps = list(dict.fromkeys((c.batch, c.temperature) for c in conditions))
     batches, temperatures = {batch for batch, _ in sweeps}, {temperature for _, temperature in sweeps}
@@ -167,7 +167,7 @@ def _slices(record: BenchRecord) -> Iterator[Slice]:
 
 
 def _figures(record: BenchRecord, contestant: str, part: Slice, baselines: Seq[str]) -> SliceFigures | None:
-    """None where the run was broken off before it got there."""
+    """Compute the figures of a slice; None if the run was interrupted before it got there."""
     inside = [run for run in record.runs if part.holds(run.condition)]
     own = [run for run in inside if run.contestant == contestant]
     if not own:
@@ -196,7 +196,7 @@ def _figures(record: BenchRecord, contestant: str, part: Slice, baselines: Seq[s
 
 
 def _rate(runs: Seq[Run]) -> float:
-    """Tokens per second, the median over rounds; a round that was broken off does not count beside a whole one."""
+    """Return the median tokens per second over rounds; an interrupted round does not count beside a complete one."""
     rounds: dict[int, list[Run]] = {}
     for run in runs:
         rounds.setdefault(run.round, []).append(run)

@@ -1,4 +1,4 @@
-"""Tables: figures as text, once for the terminal, for Markdown and for the page."""
+"""Tables of benchmark figures, for the terminal, for Markdown and for the report."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from outpace.bench.record import BenchRecord
 from outpace.bench.specs import PLAIN, TRANSFORMERS
 from outpace.bench.summary import Interval, SliceFigures, Summary
 
-NAME = 19  # columns of a terminal for a name
+NAME = 19  # terminal columns for a name
 STYLES = {"good": "green", "bad": "red", "": ""}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure; good or bad only where its interval says so."""
+    """A figure; its mood is good or bad only if its whole interval is above or below 1, or if answers differ."""
 
     text: str
     beside: str = ""  # the interval
@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TextTable:
-    """Heads and rows; the first column is a name."""
+    """A table of column heads and rows; the first column is a name."""
 
     title: str
     heads: list[str]
@@ -39,7 +39,7 @@ class TextTable:
 
 
 def machine(header: dict[str, Any]) -> str:
-    """What it was measured on, in one line."""
+    """Describe the model, the machine and the versions in one line."""
     versions, device = header["versions"], header["device"]
     where = f"{header['cpu']}, {header['threads']} threads" if device == "cpu" else device
     shown = ", ".join(f"{name} {number}" for name, number in versions.items())
@@ -48,7 +48,7 @@ def machine(header: dict[str, Any]) -> str:
 
 
 def totals(figures: Seq[SliceFigures], baselines: Seq[str]) -> TextTable:
-    """One line for each contestant."""
+    """Make a table with one row per contestant."""
     heads = ["", "tokens/s", *(f"x {name}" for name in baselines)]
     heads += ["differ from plain", "tokens per pass", "accepted", "draft time", "peak GB"]
     return TextTable(figures[0].part.label, heads, [_line(one, baselines) for one in figures])
@@ -79,7 +79,7 @@ def _ratio(found: Interval | None, itself: bool = False) -> Cell:
 
 
 def by_part(summary: Summary) -> TextTable:
-    """Speed-up over plain decoding of every contestant in every slice."""
+    """Make a table of the speed-up over plain decoding, for every contestant in every slice."""
     others = [name for name in summary.contestants if name != PLAIN]
     rows = []
     for part in [*summary.parts, summary.total]:
@@ -91,7 +91,7 @@ def by_part(summary: Summary) -> TextTable:
 
 
 def notes(record: BenchRecord, summary: Summary) -> list[str]:
-    """Who did not take part, and which answers differ."""
+    """List the contestants that did not take part, and the answers that differ."""
     found = [f"{name} was left out: {why}" for name, why in record.left_out.items()]
     for figures in summary.total:
         for one in figures.divergences:
@@ -101,7 +101,7 @@ def notes(record: BenchRecord, summary: Summary) -> list[str]:
 
 
 def to_rich(table: TextTable, width: int) -> RichTable:
-    """For a terminal of this width: where intervals have no room the colour has to do, and the last columns go."""
+    """Render for a terminal of this width: if there is no room, drop the intervals, then the last columns."""
     beside = sum(_widths(table, beside=True)) <= width
     ends = list(accumulate(_widths(table, beside)))
     shown = RichTable(
@@ -116,7 +116,7 @@ def to_rich(table: TextTable, width: int) -> RichTable:
 
 
 def _widths(table: TextTable, beside: bool) -> list[int]:
-    """Columns of the terminal that each column of the table needs; a name may be broken."""
+    """Return the terminal columns that each column of the table needs; a name may wrap."""
     found = [NAME]
     for index, head in enumerate(table.heads[1:], start=1):
         cells = [row[index] for row in table.rows]
@@ -126,7 +126,7 @@ def _widths(table: TextTable, beside: bool) -> list[int]:
 
 
 def _broken(head: str) -> str:
-    """A word on each line; over which of Transformers' loops a ratio is can be said without its name."""
+    """Put one word on each line, without the name Transformers: the rest tells which of its loops a ratio is over."""
     short = re.sub(f"^x {TRANSFORMERS} ", "x ", head)
     return re.sub(r"[ :,]+", lambda found: found.group().strip() + "\n", short)
 
@@ -143,12 +143,12 @@ def to_markdown(table: TextTable) -> str:
 
 
 def markdown(record: BenchRecord, summary: Summary) -> str:
-    """Command, machine and tables."""
+    """Return the command, the machine, the tables and the notes as Markdown."""
     parts = [
         f"`{record.header['command']}`",
         machine(record.header),
         to_markdown(totals(summary.total, summary.baselines)),
-        "By task, times the speed of plain decoding (with 95 % intervals):",
+        "Speed-up over plain decoding, by task (with 95 % intervals):",
         to_markdown(by_part(summary)),
     ]
     return "\n\n".join(parts + [f"- {note}" for note in notes(record, summary)])

@@ -1,1 +1,1 @@
-"""Prompts to measure and to train on."""
+"""Prompts for benchmarks and for training."""

@@ -1,4 +1,4 @@
-"""Tasks: the prompts that methods are measured on, from our own small set, a user's file, or made to a length."""
+"""Benchmark prompts, by task: from Outpace's own small set, from a user's file, or generated to a given length."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outpace.errors import OutpaceError, UsageError, unknown
 if TYPE_CHECKING:
     from outpace.api.model import Model
 
-COPY = "copy"  # made here, to a wanted length
+COPY = "copy"  # generated here, to a given length
 TASKS = ("mt_bench", "translation", "summarization", "qa", "math", "rag", "code", "chat", COPY)
 
-# Spec-Bench names the eight kinds of MT-bench questions one by one, by "category".
+# Spec-Bench lists the eight kinds of MT-bench questions separately, as "category".
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 ALIASES = {"math_reasoning": "math", "mt-bench": "mt_bench"}
 
@@ -31,20 +31,20 @@ ITEMS = ("lamps", "chairs", "kettles", "maps", "drills", "tents", "clocks", "rop
 
 @dataclass(frozen=True)
 class Prompt:
-    """Questions that are asked one after the other; each follows the answers to those before it."""
+    """One or more user turns; each follows the answers to the turns before it."""
 
     task: str
     id: str
     turns: tuple[str, ...]
-    messages: tuple[text.Message, ...] = ()  # what was said before the first turn
-    answer: str | None = None  # what a right answer contains
+    messages: tuple[text.Message, ...] = ()  # the conversation before the first turn
+    answer: str | None = None  # text that a correct answer contains
 
 
 Parse: TypeAlias = Callable[[dict[str, Any], int], Prompt]
 
 
 def load(path: str | Path | None = None, tasks: Collection[str] = (), limit: int | None = None) -> list[Prompt]:
-    """Prompts of a JSONL file, or of our own set: of these tasks, or all, and at most `limit` of each."""
+    """Load prompts from a JSONL file or Outpace's own set: of these tasks or of all, at most `limit` of each."""
     found = read(path)
     wanted = {ALIASES.get(task, task) for task in tasks} or {prompt.task for prompt in found}
     for task in wanted - {COPY}:
@@ -54,11 +54,11 @@ def load(path: str | Path | None = None, tasks: Collection[str] = (), limit: int
 
 
 def read(path: str | Path | None = None, parse: Parse | None = None) -> list[Prompt]:
-    """All prompts of a file, or of our own set; `parse` makes one of a line's object and its number."""
+    """Read all prompts of a file or of Outpace's own set; `parse` makes a prompt from a line's object and number."""
     name = "prompts.jsonl" if path is None else str(path)
     try:
         source = resources.files("outpace.prompts") / name if path is None else Path(path)
-        lines = source.read_text(encoding="utf-8").split("\n")  # no other separator: texts may hold those
+        lines = source.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may contain other separators
     except (OSError, UnicodeDecodeError) as error:
         raise OutpaceError(f"cannot read the prompts: {error}") from error
     found = list(_prompts(lines, name, parse or prompt_of))
@@ -89,16 +89,16 @@ def _prompts(lines: Seq[str], name: str, parse: Parse) -> Iterator[Prompt]:
 
 
 def prompt_of(given: dict[str, Any], number: int) -> Prompt:
-    """A prompt as a file of ours says it; `number` names it if nothing else does."""
+    """Parse a prompt in Outpace's own format; `number` becomes its id if it has none."""
     kinds = [kind for kind in ("prompt", "turns", "messages") if kind in given]
     if len(kinds) != 1:
         raise ValueError('needs one of "prompt" (text), "turns" (a list of texts) and "messages" (a chat)')
-    asked, before = given[kinds[0]], list[text.Message]()
+    content, before = given[kinds[0]], list[text.Message]()
     if kinds == ["messages"]:
-        asked, before = _last(asked)
-    turns = [asked] if isinstance(asked, str) else asked
+        content, before = _last(content)
+    turns = [content] if isinstance(content, str) else content
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise ValueError(f'"{kinds[0]}" has no text in it')
+        raise ValueError(f'"{kinds[0]}" has no text')
     answer = given.get("answer")
     return Prompt(
         task=_task(given),
@@ -110,11 +110,11 @@ def prompt_of(given: dict[str, Any], number: int) -> Prompt:
 
 
 def _last(messages: Any) -> tuple[str, list[text.Message]]:
-    """The question that a chat ends with, and what was said before it."""
+    """Split a chat into the user's last message and the messages before it."""
     if not text.is_chat(messages) or any(not isinstance(m.get("content"), str) or "role" not in m for m in messages):
-        raise ValueError('"messages" is a list of objects with "role" and "content"')
+        raise ValueError('"messages" must be a list of objects with "role" and "content"')
     if messages[-1]["role"] != "user":
-        raise ValueError('the last of "messages" is not the user\'s')
+        raise ValueError('the last of "messages" must have the role "user"')
     return messages[-1]["content"], messages[:-1]
 
 
@@ -126,32 +126,32 @@ def _task(given: dict[str, Any]) -> str:
 
 
 def encode(prompt: Prompt, model: Model, answers: Seq[str] = ()) -> list[int]:
-    """Token ids up to the turn that follows these answers; without a chat template, the texts one below the other."""
+    """Encode the chat up to the turn that follows these answers; without a chat template, join the texts."""
     chat = list(prompt.messages)
     for index, turn in enumerate(prompt.turns[: len(answers) + 1]):
         chat.append({"role": "user", "content": turn})
         if index < len(answers):
             chat.append({"role": "assistant", "content": answers[index]})
     templated = getattr(model.tokenizer, "chat_template", None)
-    asked = chat if templated else "\n\n".join(message["content"] for message in chat)
-    return text.encode(asked, model.tokenizer, model.lm.vocab)
+    content = chat if templated else "\n\n".join(message["content"] for message in chat)
+    return text.encode(content, model.tokenizer, model.lm.vocab)
 
 
 def copying(model: Model, length: int, count: int) -> list[Prompt]:
-    """Prompts of at most `length` tokens that ask for a list of records to be copied; the same ones every time."""
+    """Generate prompts of at most `length` tokens that request a copy of a list of records; always the same ones."""
     return [_copy(model, length, index) for index in range(count)]
 
 
 def _copy(model: Model, length: int, index: int) -> Prompt:
-    # Lists of different lengths differ from their first record on, or a method would know the longer from the shorter.
+    # The seed includes the length, so that a method cannot know a longer list from a shorter one it has seen.
     draw = random.Random(f"{length}/{index}")
     records = [_record(draw) for _ in range(length // 8)]  # a record has more than eight tokens
 
     def prompt(count: int) -> Prompt:
         listed = "\n".join(records[:count])
-        start = f'The copy must start with the line "{records[0]}".'  # or a small model makes a list of its own
-        asked = f"Copy this text, line by line, exactly as it is.\n\n```\n{listed}\n```\n\n{start}"
-        return Prompt(COPY, f"{length}-{index + 1}", (asked,), answer=listed)
+        start = f'The copy must start with the line "{records[0]}".'  # otherwise a small model invents a list
+        turn = f"Copy this text, line by line, exactly as it is.\n\n```\n{listed}\n```\n\n{start}"
+        return Prompt(COPY, f"{length}-{index + 1}", (turn,), answer=listed)
 
     fitting = bisect_right(range(1, len(records)), length, key=lambda count: len(encode(prompt(count), model)))
     if not fitting:

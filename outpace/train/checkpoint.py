@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, in one file that is whole or not there."""
+"""Checkpoints of a training run: one file, written atomically, with everything needed to resume the run exactly."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ FILE = "checkpoint.pt"
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where a run stands. Everything that is drawn depends on the seed and these numbers alone."""
+    """How far a run has come. All random draws depend only on the seed and these numbers."""
 
     step: int = 0  # updates made
     epoch: int = 0
-    batches: int = 0  # of this epoch that were used
-    best: float | None = None  # tokens per pass, of the measurements so far
-    stale: int = 0  # measurements since then
+    batches: int = 0  # batches of this epoch used so far
+    best: float | None = None  # most tokens per pass measured so far
+    stale: int = 0  # measurements since the best one
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run at one moment."""
+    """The full state of a run after one step."""
 
     settings: TrainingSettings
     reached: TrainingProgress
@@ -60,11 +60,11 @@ class Checkpoint:
 
 
 def read(folder: Path) -> Checkpoint:
-    """No code in the file is run."""
+    """Read the checkpoint in `folder`; no code in the file is run."""
     try:
         found = torch.load(folder / FILE, map_location="cpu", weights_only=True)
         given = dict(found["settings"])
         settings = make(given.pop("kind"), given)
         return Checkpoint(settings, TrainingProgress(**found["reached"]), found["weights"], found["optimizer"])
     except (OSError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
-        raise OutpaceError(f"{str(folder / FILE)!r} is no checkpoint that can be taken up again: {error}") from error
+        raise OutpaceError(f"{str(folder / FILE)!r} is no checkpoint that can be resumed: {error}") from error

@@ -1,4 +1,4 @@
-"""World: the processes that train together, as torchrun starts them; one alone is a world of its own."""
+"""Distributed training: the processes that torchrun starts, or a single one."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from outpace.train.data.batches import Batch
 from outpace.train.losses import LossResult
 from outpace.train.recipes.heads import Recipe
 
-PATIENCE = timedelta(hours=2)  # that the others wait while the first one measures
+PATIENCE = timedelta(hours=2)  # how long the other processes wait while the first one measures
 
 
 class Distributed:
-    """This process and the others."""
+    """The process group: this process's rank, the number of processes, and the operations between them."""
 
     def __init__(self, rank: int = 0, size: int = 1, local: int = 0):
         self.rank, self.size, self.local = rank, size, local
 
     @classmethod
     def join(cls, device: str = "") -> Distributed:
-        """The world that torchrun describes in the environment, or that of one process."""
+        """Join the process group that torchrun describes in the environment, or return a group of one."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -44,25 +44,25 @@ class Distributed:
 
     @property
     def first(self) -> bool:
-        """Whether this process measures, writes and shows."""
+        """Whether this is the process that measures, writes files and shows progress."""
         return self.rank == 0
 
     def device(self, given: str) -> str | None:
-        """Where this process computes: each on a GPU of its own."""
+        """Return the device of this process; each process gets its own GPU."""
         shared = self.size > 1 and given in ("", "cuda") and torch.cuda.is_available()
         return f"cuda:{self.local}" if shared else given or None
 
     def part(self, batch: Batch) -> tuple[Batch, int]:
-        """The rows of a batch that are ours, and how many of their tokens count: one that gets no row computes some
-        row for nothing, as all must take part."""
-        rows = slice(self.rank, None, self.size)
+        """Return this process's texts of a batch, and how many of their tokens count. A process without a text
+        computes one that does not count, because every process must take part."""
+        texts = slice(self.rank, None, self.size)
         if self.rank < len(batch.tokens):
-            ours = Batch(*(tensor[rows] for tensor in batch))
+            ours = Batch(*(tensor[texts] for tensor in batch))
             return ours, int(ours.mask.sum())
         return Batch(*(tensor[:1] for tensor in batch)), 0
 
     def sum(self, values: Seq[float], device: torch.device) -> list[float]:
-        """Of each of these numbers, over all processes."""
+        """Sum each of these numbers over all processes."""
         if self.size == 1:
             return list(values)
         together = torch.tensor(values, dtype=torch.float64, device=device)
@@ -70,7 +70,7 @@ class Distributed:
         return together.tolist()
 
     def told(self, value: Any) -> Any:
-        """What the first process has."""
+        """Broadcast the value of the first process to all."""
         if self.size == 1:
             return value
         held = [value]
@@ -78,16 +78,16 @@ class Distributed:
         return held[0]
 
     def joined(self, module: TrainedRecipe) -> nn.Module:
-        """The module with gradients that are averaged over all processes."""
+        """Wrap the module so that gradients are averaged over all processes."""
         return module if self.size == 1 else DistributedDataParallel(module)
 
     def apart(self, module: nn.Module, wanted: bool) -> AbstractContextManager[None]:
-        """Without averaging yet: more batches of the same update follow."""
+        """Skip the averaging of gradients if `wanted`: more batches of the same update follow."""
         return module.no_sync() if wanted and isinstance(module, DistributedDataParallel) else nullcontext()  # type: ignore[no-any-return]
 
 
 class TrainedRecipe(nn.Module):
-    """A recipe as the module that torch's own parallel training wraps."""
+    """A recipe as the module that DistributedDataParallel wraps."""
 
     def __init__(self, recipe: Recipe):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The log of a run: a header, then one line for each step, so that a run can be watched, plotted and taken up again."""
+"""The log of a training run: a header and one line per step, to watch, plot and resume the run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FILE, FORMAT, VERSION = "log.jsonl", "outpace-train", 1
 
 @dataclass(frozen=True)
 class LogPoint:
-    """One step; step 0 is before the first."""
+    """One step of the log; step 0 is the state before training."""
 
     step: int
     loss: float | None = None
-    acceptance: list[float] = field(default_factory=list)  # that the loss sees, of each token ahead
-    norm: float | None = None  # of the gradient, before it was clipped
-    rate: float | None = None
-    tokens: int = 0  # that counted
+    acceptance: list[float] = field(default_factory=list)  # as the loss computes it, for each token ahead
+    norm: float | None = None  # of the gradient, before clipping
+    rate: float | None = None  # learning rate
+    tokens: int = 0  # tokens that counted in the loss
     seconds: float = 0.0
     measured: ValidationFigures | None = None  # after this step
 
@@ -39,13 +39,13 @@ class LogPoint:
 
 
 class Log:
-    """The file of a run."""
+    """The log file of a run."""
 
     def __init__(self, folder: Path, settings: TrainingSettings):
         self.path, self.settings = folder / FILE, settings
 
     def begin(self, step: int) -> None:
-        """A new file, or the one that is there up to this step: what came after it is done again."""
+        """Start a new file, or cut the existing one off after this step: later steps are run again."""
         kept = [point for point in read(self.path.parent) if point.step <= step] if step else []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         header = {
@@ -66,7 +66,7 @@ def read(folder: Path) -> list[LogPoint]:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """Names and values, as the run in this folder began."""
+    """Return the settings that the run in this folder started with, by name."""
     found: dict[str, Any] = _lines(folder)[0]["settings"]
     return found
 

@@ -1,6 +1,6 @@
-"""The loop: batches in, updates of the weights out, and what the engine makes of them. The same for all kinds.
+"""The training loop: weight updates from batches, with measurements by the engine in between. All kinds share it.
 
-All that is drawn depends on the seed and the step, so a run that was interrupted goes on as if it had not been.
+All random draws depend on the seed and the step, so an interrupted run resumes as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from outpace.train.settings import TrainingSettings
 from outpace.train.validate import Split, measure
 
 BETAS = (0.9, 0.95)
-WARMUP = 0.03  # of all steps
-LOWEST = 0.1  # of the learning rate, where cosine ends
+WARMUP = 0.03  # share of all steps
+LOWEST = 0.1  # share of the learning rate at the end of the cosine schedule
 
 
 def rate(settings: TrainingSettings, step: int) -> float:
-    """The learning rate of an update; the first is step 0."""
+    """Return the learning rate of an update; the first update is step 0."""
     warmup = math.ceil(settings.steps * WARMUP) if settings.warmup < 0 else settings.warmup
     if step < warmup:
         return settings.rate * (step + 1) / warmup
@@ -47,7 +47,7 @@ def rate(settings: TrainingSettings, step: int) -> float:
 
 @dataclass(frozen=True)
 class DrawnBatch:
-    """A batch, and where the run stands once it was used."""
+    """A batch, with the epoch and the number of its batches used once this one is done."""
 
     batch: Batch
     epoch: int
@@ -56,25 +56,25 @@ class DrawnBatch:
 
 @contextmanager
 def patiently() -> Iterator[Callable[[], bool]]:
-    """Let the step that runs end before Ctrl-C stops the run; a second one does not wait."""
-    asked: list[int] = []
+    """Let the current step finish before Ctrl-C stops the run; a second Ctrl-C stops it at once."""
+    received: list[int] = []
 
     def ask(number: int, frame: Any) -> None:
-        if asked:
+        if received:
             raise KeyboardInterrupt
-        asked.append(number)
+        received.append(number)
 
     here = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if here}
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
 
 class Loop:
-    """One run. Iterate over `run`: each step has its point."""
+    """One training run. Iterate over `run`, which yields a log point for each step."""
 
     def __init__(self, recipe: Recipe, settings: TrainingSettings, texts: Split, world: Distributed | None = None):
         self.recipe, self.settings, self.texts, self.world = recipe, settings, texts, world or Distributed()
@@ -88,18 +88,18 @@ class Loop:
         self.log = Log(self.folder, settings)
 
     def resume(self) -> None:
-        """Go on from the checkpoint in the folder."""
+        """Continue from the checkpoint in the folder."""
         found = checkpoint.read(self.folder)
         changed = self.settings.differences(found.settings)
         if changed:
             was = ", ".join(f"{name} was {getattr(found.settings, name)!r}" for name in changed)
-            raise UsageError(f"this is not the run in {str(self.folder)!r}, where {was}")
+            raise UsageError(f"these settings differ from those of the run in {str(self.folder)!r}, where {was}")
         self.recipe.restore(found.weights)
         self.optimizer.load_state_dict(found.optimizer)
         self.reached = found.reached
 
     def run(self) -> Iterator[LogPoint]:
-        """A point for each step, and one before the first. Ctrl-C leaves a checkpoint."""
+        """Train, and yield a log point before the first step and after each one. Ctrl-C leaves a checkpoint."""
         settings = self.settings
         if self.world.first:
             self.log.begin(self.reached.step)
@@ -113,16 +113,16 @@ class Loop:
                 if last or self.reached.step % settings.measured_every == 0:
                     point = self._measured(point)
                     stop = 0 < settings.patience <= self.reached.stale
-                asked = self.world.sum([float(interrupted())], self.device)[0] > 0
+                cancelled = self.world.sum([float(interrupted())], self.device)[0] > 0
                 self._logged(point)
-                if last or stop or asked or self.reached.step % settings.save_every == 0:
+                if last or stop or cancelled or self.reached.step % settings.save_every == 0:
                     self._keep()
                 yield point
-                if asked:
+                if cancelled:
                     raise KeyboardInterrupt
 
     def _drawn(self) -> Iterator[DrawnBatch]:
-        """Batches without end, from where the run stands."""
+        """Yield batches endlessly, from where the run stands."""
         settings, epoch, used = self.settings, self.reached.epoch, self.reached.batches
         while True:
             found = batches(self.texts.records, settings.batch, settings.length, settings.seed, epoch)
@@ -132,29 +132,29 @@ class Loop:
             epoch, used = epoch + 1, 0
 
     def _update(self, group: list[DrawnBatch]) -> LogPoint:
-        """One update of the weights, on the mean over all places that count in the batches of a group."""
+        """Make one weight update, on the mean over all positions that count in the batches of a group."""
         start, step, world = time.perf_counter(), self.reached.step, self.world
         parts = [world.part(drawn.batch) for drawn in group]
         (total,) = world.sum([float(sum(count for _, count in parts))], self.device)
-        said = torch.zeros(1, dtype=torch.float64)  # loss, then acceptance of each token ahead
+        summed = torch.zeros(1, dtype=torch.float64)  # loss, then acceptance of each token ahead
         with self._seeded(step):
             for index, (part, count) in enumerate(parts):
                 ours, share = self._placed(part), count / max(total, 1)
                 with world.apart(self.module, index + 1 < len(parts)):
-                    lost = self.module(ours, step, self.settings.steps)
-                    (lost.loss * share * world.size).backward()
-                found = torch.cat([lost.loss.detach()[None], lost.acceptance.nan_to_num()]).double().cpu()
-                said = said + share * found
+                    result = self.module(ours, step, self.settings.steps)
+                    (result.loss * share * world.size).backward()
+                found = torch.cat([result.loss.detach()[None], result.acceptance.nan_to_num()]).double().cpu()
+                summed = summed + share * found
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.clip))
         if not math.isfinite(norm):
-            raise OutpaceError(f"the gradient of step {step + 1} is not finite: try a lower lr, or another loss")
+            raise OutpaceError(f"the gradient of step {step + 1} is not finite: try a lower lr or another loss")
         now = rate(self.settings, step)
         for group_ in self.optimizer.param_groups:
             group_["lr"] = now
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.reached = replace(self.reached, step=step + 1, epoch=group[-1].epoch, batches=group[-1].batches)
-        loss, *acceptance = world.sum(said.tolist(), self.device)
+        loss, *acceptance = world.sum(summed.tolist(), self.device)
         return LogPoint(step + 1, loss, acceptance, norm, now, int(total), time.perf_counter() - start)
 
     def _placed(self, part: Batch) -> Batch:
@@ -164,13 +164,13 @@ class Loop:
 
     @contextmanager
     def _seeded(self, step: int) -> Iterator[None]:
-        """Draw what this step draws, whatever was drawn before, and leave the state of the caller's draws alone."""
+        """Seed the random draws of this step, whatever was drawn before, and restore the caller's random state."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(random.Random(f"{self.settings.seed}/{step}/{self.world.rank}").getrandbits(63))
             yield
 
     def _measured(self, point: LogPoint) -> LogPoint:
-        """Ask the engine, and save what was never better."""
+        """Measure with the engine, and save the weights if they are the best so far."""
         if not self.texts.held_out:
             return point
         figures = measure(self.recipe.serve(), self.texts.held_out, self.settings) if self.world.first else None
@@ -194,7 +194,7 @@ class Loop:
         return point
 
     def _keep(self) -> None:
-        """A checkpoint; without measurements, what is there is also the best there is."""
+        """Write a checkpoint; without measurements, also save the current weights as the best."""
         if not self.world.first:
             return
         if not self.texts.held_out:

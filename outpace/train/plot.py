@@ -1,4 +1,4 @@
-"""A plot of a run: the loss, and what it means for acceptance, over the steps."""
+"""The plot of a training run: loss, acceptance and the engine's measurements over the steps."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 FILE = "plot.svg"
 INK, GRID, SERIES = "#57606a", "#d0d7de", ("#0969da", "#1a7f37", "#9a6700", "#cf222e", "#8250df", "#bf3989")
-STYLE: Any = {  # names for which matplotlib has no common type
+STYLE: Any = {  # Any: matplotlib has no common type for these keys
     "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "svg.hashsalt": "train",
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID, "xtick.color": INK, "ytick.color": INK,
     "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
 }  # fmt: skip
-SMOOTH = 50  # points that a line has at least before steps are averaged
+SMOOTH = 50  # points that a line keeps at least when steps are averaged
 
 
 def draw(folder: Path) -> Path:
-    """Write the plot of the run in a folder beside its log."""
+    """Plot the run in this folder, and write the file beside its log."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -66,14 +66,14 @@ def _measured(axes: Axes, points: Seq[LogPoint]) -> None:
     other = axes.twinx()
     other.plot(steps, [m.acceptance for _, m in found], color=SERIES[1], marker="s", label="acceptance")
     other.set_ylim(0, 1.03)
-    other.set_ylabel("guesses accepted, of those reached")
+    other.set_ylabel("draft tokens accepted, of those reached")
     other.grid(visible=False)
     axes.legend(handles=[*axes.get_lines(), *other.get_lines()], loc="lower right", fontsize=8)
     axes.set_title("measured by the engine on held-out prompts", fontsize=9, loc="left")
 
 
 def _smooth(found: Seq[tuple[int, float]]) -> tuple[list[float], list[float]]:
-    """Means over as many steps as leave enough points."""
+    """Average neighbouring steps, as many as leave enough points."""
     size = max(1, len(found) // SMOOTH)
     groups = [found[i : i + size] for i in range(0, len(found), size)]
     return [sum(s for s, _ in g) / len(g) for g in groups], [sum(v for _, v in g) / len(g) for g in groups]

@@ -1,4 +1,4 @@
-"""Target: the model that is guessed for, as training reads it: its own distribution and states, without a gradient."""
+"""The frozen target, as training reads it: its distribution and hidden states, without a gradient."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from outpace.train.data.batches import Batch
 
 
 class TargetOutputs(NamedTuple):
-    """What the target says about a batch."""
+    """The target's outputs for a batch."""
 
-    logits: Tensor  # [batch, tokens, vocab]: behind each token
+    logits: Tensor  # [batch, tokens, vocab]: for the token after each one
     hidden: Tensor | None  # [batch, tokens, taps * hidden]
 
 
 def module_of(lm: LM) -> PreTrainedModel:
-    """The Transformers model in an adapter."""
+    """Return the Transformers model inside an adapter."""
     model = getattr(lm, "model", None)
     if not isinstance(model, PreTrainedModel):
-        raise UsageError(f"training needs a Transformers model, and {type(lm).__name__} holds none")
+        raise UsageError(f"training needs a Transformers model, but {type(lm).__name__} holds none")
     return model
 
 
 class Target:
-    """A twin of the model, which stays as it is."""
+    """A twin of the model that shares its tensors, so that the model itself is left unchanged."""
 
     def __init__(self, lm: LM):
         self.model = twin(module_of(lm))
@@ -44,14 +44,14 @@ class Target:
 
     @torch.no_grad()
     def tell(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> TargetOutputs:  # [batch, tokens]
-        """One plain pass; texts are padded at the end, where nothing before it can see."""
-        with recording(self.model, taps, row=None) as recorded:  # Transformers' own way would interrupt compiled layers
+        """Run one plain forward pass; padding is at the end, where no token of a text attends to it."""
+        with recording(self.model, taps, row=None) as recorded:  # Transformers' own way would break compiled layers up
             logits = self.model(input_ids=tokens, use_cache=False).logits
         return TargetOutputs(logits, torch.cat([recorded[tap] for tap in taps], dim=-1) if taps else None)
 
 
 def answered(batch: Batch) -> Tensor:  # [batch, tokens]
-    """Behind which tokens the distribution is that of a token of an answer."""
+    """Return the mask of the tokens whose next token belongs to an answer."""
     return nn.functional.pad(batch.mask[:, 1:], (0, 1))
 
 

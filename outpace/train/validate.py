@@ -1,4 +1,4 @@
-"""Validation: what the engine gets out of what has been trained, on prompts that training does not see."""
+"""Validation: measure the current weights with the engine, on prompts that training does not see."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outpace.train.settings import TrainingSettings
 
 @dataclass(frozen=True)
 class ValidationFigures:
-    """Measured by the engine."""
+    """Figures that the engine measured."""
 
     tokens_per_pass: float
-    acceptance: float  # of the guesses that were reached, how many were right
+    acceptance: float  # accepted share of the draft tokens that were reached
     by_depth: list[float]
 
     @classmethod
@@ -37,20 +37,20 @@ class Split(NamedTuple):
 
 
 def split(records: Seq[TextRecord], count: int, seed: int) -> Split:
-    """Hold out so many prompts, with all their answers."""
-    asked = [tuple(record.tokens[: record.prompt].tolist()) for record in records]
-    prompts = list(dict.fromkeys(asked))
+    """Hold out `count` prompts, with all their answers."""
+    prompt_of = [tuple(record.tokens[: record.prompt].tolist()) for record in records]
+    prompts = list(dict.fromkeys(prompt_of))
     if count >= len(prompts):
         raise UsageError(
-            f"{len(prompts)} prompts are too few to hold out {count} of them: pass more data, or a lower validation"
+            f"{len(prompts)} prompts are too few to hold out {count} of them: pass more data, or lower validation"
         )
     chosen = set(random.Random(seed).sample(prompts, count))
-    kept = [record for record, prompt in zip(records, asked, strict=True) if prompt not in chosen]
+    kept = [record for record, prompt in zip(records, prompt_of, strict=True) if prompt not in chosen]
     return Split(kept, [list(prompt) for prompt in prompts if prompt in chosen])
 
 
 def measure(served: ServedModel, prompts: Seq[list[int]], settings: TrainingSettings) -> ValidationFigures:
-    """Answer these prompts in one batch."""
+    """Answer these prompts in one batch, and return the figures."""
     given: dict[str, Any] = {
         "max_tokens": settings.validation_tokens,
         "temperature": settings.validation_temperature,
@@ -60,5 +60,5 @@ def measure(served: ServedModel, prompts: Seq[list[int]], settings: TrainingSett
     done = served.model.generate([list(prompt) for prompt in prompts], **given)
     failed = [completion.error for completion in done if completion.error is not None]
     if failed:
-        raise OutpaceError(f"a prompt that was held out could not be answered: {failed[0]}")
+        raise OutpaceError(f"a held-out prompt could not be answered: {failed[0]}")
     return ValidationFigures.from_stats(reduce(Stats.merge, (completion.stats for completion in done)))

@@ -1,1 +1,1 @@
-"""Texts to train on: the target's own answers."""
+"""Training data: the target's own answers."""

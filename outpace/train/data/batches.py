@@ -1,4 +1,4 @@
-"""Batches: records of about the same length together, as many as a budget of tokens holds."""
+"""Training batches: records of similar length, as many as a token budget holds with padding."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from outpace.errors import UsageError
 from outpace.train.data.records import TextRecord
 
-POOL = 1024  # records that are put in order of length together: what is alike in length differs from epoch to epoch
-WIDTHS = 32  # that batches have: steps up to the longest text
+POOL = 1024  # records that are sorted by length together, after shuffling: each epoch groups different records
+WIDTHS = 32  # number of padded widths, evenly spaced up to the longest text
 
 
 class Batch(NamedTuple):
-    """Texts, padded on the right with zeros."""
+    """A batch of texts, padded on the right with zeros."""
 
     tokens: Tensor  # [batch, tokens], int64
     mask: Tensor  # [batch, tokens], bool: the token belongs to an answer
-    lengths: Tensor  # [batch]: tokens that are no padding
+    lengths: Tensor  # [batch]: tokens of each text, without padding
 
     def to(self, device: str | torch.device) -> Batch:
         return Batch(*(tensor.to(device) for tensor in self))
 
     def filled(self, budget: int, length: int) -> Batch:
-        """Padded to one of few shapes: libraries of a GPU plan anew for each, which takes longer than a step."""
+        """Pad to one of a few shapes: GPU libraries plan again for each new shape, which takes longer than a step."""
         rows, width = self.tokens.shape
         wide = _rounded(width, length)
         below, beside = max(budget // wide - rows, 0), wide - width
@@ -43,7 +43,7 @@ def _rounded(size: int, length: int) -> int:
 def batches(
     records: Seq[TextRecord], tokens_per_batch: int, length: int, seed: int = 0, epoch: int = 0
 ) -> Iterator[Batch]:
-    """Every record once, in an order that depends on nothing but seed and epoch; texts are cut off at `length`."""
+    """Yield all records once, in an order that depends only on seed and epoch; texts are cut off at `length`."""
     for chosen in plan(records, tokens_per_batch, length, seed, epoch):
         yield collate([records[i] for i in chosen], length)
 
@@ -51,14 +51,16 @@ def batches(
 def plan(
     records: Seq[TextRecord], tokens_per_batch: int, length: int, seed: int = 0, epoch: int = 0
 ) -> list[list[int]]:
-    """Which records make each batch. One whose answer begins beyond `length` is left out."""
+    """Return the record indices of each batch. A record whose answer begins beyond `length` is left out."""
     if length < 2:
-        raise UsageError(f"length={length} is too short to learn from: at least 2")
+        raise UsageError(f"length={length} is too short to train on: use at least 2")
     if tokens_per_batch < length:
-        raise UsageError(f"a batch of {tokens_per_batch} tokens cannot hold a text of {length}: raise it, or cut texts")
+        raise UsageError(
+            f"a batch of {tokens_per_batch} tokens cannot hold a text of {length}: raise the batch, or lower the length"
+        )
     usable = [i for i, record in enumerate(records) if record.prompt < min(len(record.tokens), length)]
     if not usable:
-        raise UsageError(f"no answer begins within {length} tokens: raise the length, or write other data")
+        raise UsageError(f"no answer begins within {length} tokens: raise the length, or use other data")
     draw = random.Random(f"{seed}/{epoch}")
     draw.shuffle(usable)
     found: list[list[int]] = []
@@ -71,7 +73,7 @@ def plan(
 
 
 def _cut(pool: Seq[int], lengths: Seq[int], budget: int) -> Iterator[list[int]]:
-    """Runs of a pool in order of length, padding counted."""
+    """Split a pool that is sorted by length into batches within the budget, padding counted."""
     batch: list[int] = []
     for index, size in zip(pool, lengths, strict=True):
         if batch and (len(batch) + 1) * size > budget:
@@ -82,12 +84,12 @@ def _cut(pool: Seq[int], lengths: Seq[int], budget: int) -> Iterator[list[int]]:
 
 
 def collate(records: Seq[TextRecord], length: int) -> Batch:
-    """One batch of these."""
+    """Pad these records into one batch."""
     lengths = torch.tensor([min(len(record.tokens), length) for record in records])
     tokens = torch.zeros(len(records), int(lengths.max()), dtype=torch.long)
     for row, record in zip(tokens, records, strict=True):
         cut = record.tokens[:length]
         row[: len(cut)] = cut
-    places = torch.arange(tokens.shape[1])
+    positions = torch.arange(tokens.shape[1])
     starts = torch.tensor([record.prompt for record in records])
-    return Batch(tokens, (places >= starts[:, None]) & (places < lengths[:, None]), lengths)
+    return Batch(tokens, (positions >= starts[:, None]) & (positions < lengths[:, None]), lengths)

@@ -1,8 +1,8 @@
-"""Records: conversations to train on, as JSON lines under a header; a file that broke off is continued.
+"""Training records: tokenised conversations as JSON lines under a header. An interrupted file can be continued.
 
 {"format": "outpace-data", "version": 1, "model": {...}, "settings": {...}}
 {"id": "...", "prompt": 12, "tokens": [...]}     tokens of the prompt and of the answer; the first 12 are the prompt
-{"id": "...", "dropped": "why"}                  tried, and of no use
+{"id": "...", "dropped": "why"}                  tried, but unusable
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ FORMAT, VERSION = "outpace-data", 1
 
 
 class TextRecord(NamedTuple):
-    """A conversation up to an answer, with it."""
+    """A conversation that ends with an answer."""
 
     tokens: Tensor  # [tokens], int32
-    prompt: int  # so many of them come before the answer
+    prompt: int  # number of tokens before the answer
     id: str = ""
 
     @property
@@ -33,12 +33,12 @@ class TextRecord(NamedTuple):
 
 
 def read(paths: str | Path | Iterable[str | Path], vocab: int | None = None) -> list[TextRecord]:
-    """The records of one or more files; a last line that was cut off is left out."""
+    """Read the records of one or more files; an incomplete last line is skipped."""
     every = [paths] if isinstance(paths, str | Path) else list(paths)
     found = [record for path in every for record in _records(Path(path), vocab)]
     if not found:
         named = ", ".join(map(str, every)) or "no file"
-        raise UsageError(f"there are no records in {named}: `outpace train data` writes some")
+        raise UsageError(f"there are no records in {named}: write some with `outpace train data`")
     return found
 
 
@@ -50,8 +50,8 @@ def _records(path: Path, vocab: int | None) -> Iterator[TextRecord]:
             record = _record(path, number, line)
             if vocab is not None and int(record.tokens.max()) >= vocab:
                 raise UsageError(
-                    f"{str(path)!r}, line {number} has token {int(record.tokens.max())}, and the vocabulary of the "
-                    f"model ends at {vocab - 1}: these texts are of another model"
+                    f"{str(path)!r}, line {number} has token {int(record.tokens.max())}, but the vocabulary of the "
+                    f"model ends at {vocab - 1}: the texts were written by another model"
                 )
             yield record
 
@@ -64,22 +64,23 @@ def _record(path: Path, number: int, line: dict[str, Any]) -> TextRecord:
         raise OutpaceError(f"{str(path)!r}, line {number} is no record: {error}") from error
     if made.tokens.dim() != 1 or not 0 <= made.prompt < len(made.tokens) or int(made.tokens.min()) < 0:
         raise OutpaceError(
-            f'{str(path)!r}, line {number} is no record: "tokens" is a list of ids, "prompt" how many of them are asked'
+            f'{str(path)!r}, line {number} is no record: "tokens" must be a list of ids, and "prompt" the number of '
+            f"them before the answer"
         )
     return made
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Objects and the numbers of their lines. A file may be large: only one line is held at a time."""
+    """Yield line numbers and JSON objects. A file may be large, so only one line is in memory at a time."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if raw.strip():
                     try:
                         line = json.loads(raw)
-                    except ValueError as error:  # JSON's and Unicode's
+                    except ValueError as error:  # invalid JSON or invalid Unicode
                         if not raw.endswith(b"\n"):
-                            return  # the run broke off while it was written
+                            return  # the run was interrupted while it wrote this line
                         raise OutpaceError(f"{str(path)!r}, line {number} is not JSON: {error}") from error
                     if not isinstance(line, dict):
                         raise OutpaceError(f"{str(path)!r}, line {number} is not a JSON object")
@@ -92,12 +93,12 @@ def _known(path: Path, header: dict[str, Any]) -> None:
     if header["format"] != FORMAT:
         raise UsageError(f"{str(path)!r} is not a file of `outpace train data`")
     if header.get("version", 0) > VERSION:
-        newer = f"{str(path)!r} has version {header['version']}, and this Outpace reads up to {VERSION}"
-        raise UsageError(f"{newer}: update it")
+        newer = f"{str(path)!r} has version {header['version']}, but this Outpace reads only up to {VERSION}"
+        raise UsageError(f"{newer}: update Outpace")
 
 
 class RecordFile:
-    """A file that is written record by record, and what it already had: `records` and `dropped`, by id."""
+    """A file that is written record by record, with what it already holds: `records` and `dropped`, by id."""
 
     def __init__(self, path: str | Path, header: dict[str, Any]):
         self.path = Path(path)
@@ -128,7 +129,7 @@ class RecordFile:
         self._write({"id": name, "dropped": why})
 
     def _continues(self, header: dict[str, Any]) -> bool:
-        """Cut off a line that is not whole; False if nothing is left. Lines of another run are refused."""
+        """Cut off an incomplete last line; False if nothing is left. A file of another run is refused."""
         self._file.seek(0)
         start = self._file.readline()
         ours = json.dumps({"format": FORMAT})[:-1].encode()
@@ -163,7 +164,7 @@ class RecordFile:
 
 
 def _whole(file: IO[bytes]) -> int:
-    """Bytes up to the end of the last whole line."""
+    """Return the number of bytes up to the end of the last complete line."""
     at = file.seek(0, 2)
     while at > 0:
         start = max(0, at - (1 << 16))
@@ -176,7 +177,7 @@ def _whole(file: IO[bytes]) -> int:
 
 
 def _claim(file: IO[bytes], path: Path) -> None:
-    """One writer at a time, where the system can tell."""
+    """Lock the file against other writers, where the system supports locks."""
     try:
         import fcntl
     except ImportError:
@@ -185,26 +186,28 @@ def _claim(file: IO[bytes], path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(
-            f"another process is writing {str(path)!r}: give each worker its --shard, or another --output"
+            f"another process is writing {str(path)!r}: give each worker its own --shard, or another --output"
         ) from None
     except OSError:
         return  # a file system without locks
 
 
 def _same(path: Path, written: dict[str, Any], header: dict[str, Any]) -> None:
-    """Refuse to put texts of different distributions into one file."""
+    """Refuse to mix texts of different models or settings in one file."""
     for part in ("model", "settings"):
         before, now = written.get(part, {}), header[part]
         for key in now:
             if not _alike(before.get(key), now[key]):
                 what = f"{part} {key}" if part == "model" else key
                 raise UsageError(
-                    f"{str(path)!r} was begun with {what}={before.get(key)!r:.60}, not {now[key]!r:.60}: "
-                    f"run it as it was begun, or choose another --output"
+                    f"{str(path)!r} was started with {what}={before.get(key)!r:.60}, not {now[key]!r:.60}: "
+                    f"use the original settings, or choose another --output"
                 )
 
 
 def _alike(before: Any, now: Any) -> bool:
-    if isinstance(now, list) and isinstance(before, list) and len(now) == len(before):  # of weights, in any precision
+    if (
+        isinstance(now, list) and isinstance(before, list) and len(now) == len(before)
+    ):  # weight fingerprints, in any precision
         return bool(torch.allclose(torch.tensor(now), torch.tensor(before), rtol=2e-2, atol=1e-3))
     return bool(before == now)

@@ -1,4 +1,4 @@
-"""Prompts that a model writes itself, as in Magpie: it is given its chat template up to where the user would speak."""
+"""Prompts that a model writes itself, as in Magpie: it continues its chat template where the user's text begins."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ MARK = "~what the user says~"
 
 
 class ChatOpening(NamedTuple):
-    """A conversation before its first word, and how one knows that the user has finished."""
+    """The start of a conversation up to the user's text, and what ends the user's turn."""
 
     tokens: list[int]
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
-    special: frozenset[int]  # tokens that no user writes
+    special: frozenset[int]  # special tokens, which no user writes
 
 
 def opening(model: Model, system: str | None = None) -> ChatOpening:
-    """The model's chat template up to the user's turn, in a conversation with this system message."""
+    """Return the model's chat template up to the user's text, with this system message."""
     tokenizer: Any = model.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError(
-            f"{model.name} has no chat template, and so writes no prompts itself: give some with --prompts"
+            f"{model.name} has no chat template, so it cannot write prompts itself: pass some with --prompts"
         )
     chat = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": MARK}]
     spelled = tokenizer.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
     before, found, after = spelled.partition(MARK)
     tokens = tokenizer.encode(before, add_special_tokens=False)
     if not found or not tokens:
-        raise UnsupportedModel(f"the chat template of {model.name} has no place before what the user says")
+        raise UnsupportedModel(f"the chat template of {model.name} has nothing before the user's text to continue from")
     special = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
     closing = tokenizer.encode(after, add_special_tokens=False)[:1]
     if special.issuperset(closing):
@@ -41,7 +41,7 @@ def opening(model: Model, system: str | None = None) -> ChatOpening:
 
 
 def flaw(written: Completion, start: ChatOpening) -> str | None:
-    """Why this is no message that a user could have sent; None: it is one."""
+    """Why this text is unusable as a user's message; None if it is usable."""
     if written.error is not None:
         return written.error
     if written.finish_reason != "stop":

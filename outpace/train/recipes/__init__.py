@@ -1,1 +1,1 @@
-"""What is trained, and by which loss."""
+"""Training recipes: what is trained, and on which loss."""

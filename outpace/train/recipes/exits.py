@@ -1,4 +1,4 @@
-"""Exits: what a model would say after each of its layers, which layers of it are dropped, and which exits count."""
+"""Early exits for LayerSkip training: logits after each layer, layer dropout, and the weights of the exits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outpace.models.hf.stages import LayerSpan, Stage
 
 
 class Exits:
-    """The layers of a model, and its final norm and head after any of them."""
+    """A model's layers, with its final norm and head applied after any of them."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -26,7 +26,7 @@ class Exits:
         self._pairs = False  # whether a layer returns its states in a tuple
 
     def run(self, tokens: Tensor, dropped: Tensor) -> list[Tensor]:  # [batch, tokens], [layers, batch]
-        """What leaves each layer; where a text drops one, what enters it."""  # layers of [batch, tokens, hidden]
+        """Return the output of each layer; where a text drops a layer, its input."""  # of [batch, tokens, hidden]
         left: list[Tensor] = []
 
         def leave(_: nn.Module, args: tuple[Tensor, ...], given: dict[str, Tensor], out: Any) -> Any:
@@ -43,41 +43,41 @@ class Exits:
             self.model.get_decoder()(input_ids=tokens, use_cache=False)
         return left
 
-    def logits(self, states: Tensor) -> Tensor:  # [places, hidden] -> [places, vocab]
-        """The final norm and the head, on what left some layer; `run` comes before it."""
+    def logits(self, states: Tensor) -> Tensor:  # [positions, hidden] -> [positions, vocab]
+        """Apply the final norm and the head to the output of some layer; call `run` first."""
         if self.tail is None:
             self.tail = Stage(self.model, LayerSpan(len(self.layers) - 1, len(self.layers)))
             self.tail.layers[0] = SkippedLayer(self.tail.layers[0], self._pairs)
-        places = torch.arange(len(states), device=states.device)
-        ran = self.tail.run(places, states, places, position_ids=torch.zeros_like(places)[None], use_cache=False)
+        rows = torch.arange(len(states), device=states.device)
+        ran = self.tail.run(rows, states, rows, position_ids=torch.zeros_like(rows)[None], use_cache=False)
         assert ran.logits is not None
         return ran.logits
 
 
 def probs(layers: int, most: float, ramp: float = 1.0) -> Tensor:  # [layers]
-    """How likely each layer is dropped: never the first, mostly the last."""
-    places = torch.arange(layers, dtype=torch.float64)
-    return ramp * most * (torch.exp(places * math.log(2) / max(layers - 1, 1)) - 1)
+    """Return the dropout probability of each layer: 0 for the first, highest for the last."""
+    indices = torch.arange(layers, dtype=torch.float64)
+    return ramp * most * (torch.exp(indices * math.log(2) / max(layers - 1, 1)) - 1)
 
 
 def ramped(step: int, total: int) -> float:
-    """From 0 at the first step to 1 at the last."""
+    """Return a factor that rises from 0 at the first step to 1 at the last."""
     return math.exp(step * math.log(2) / max(total - 1, 1)) - 1
 
 
 def rotational(step: int, layers: int, rotation: int) -> list[int]:
-    """Every so many layers, another set at each step; the last one always."""
+    """Return the active exits: every `rotation`-th layer, another set at each step, and always the last layer."""
     return [i for i in range(layers) if i % rotation == step % rotation or i == layers - 1]
 
 
 def gradual(step: int, layers: int, total: int) -> list[int]:
-    """From the last layer down, all of them from the middle of the run on."""
+    """Return the active exits: from the last layer downwards, and all of them from the middle of the run on."""
     reached = step * 2 * layers // max(total, 1)
     return list(range(max(0, layers - 1 - reached), layers))
 
 
 def weights(active: list[int], layers: int, scale: float) -> dict[int, float]:
-    """How much each of these exits counts; later ones more, the last one most; together 1."""
+    """Return the weight of each active exit: later exits weigh more, the last one most; the sum is 1."""
 
     def weight(layer: int) -> float:
         if layer < layers - 1:

@@ -1,5 +1,4 @@
-"""Whole models that are trained: early exits in a copy of the target, and a smaller model that learns its
-distribution."""
+"""Recipes that train whole models: a copy of the target with early exits, and a smaller draft model."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ from outpace.train.recipes.heads import ServedModel, computing, loss_of
 from outpace.train.settings import TrainingSettings
 from outpace.train.target import Target, answered, cooled, module_of
 
-SAMPLES, LONGEST = 8, 256  # texts, and tokens of each, by which layers to leave out are chosen
+SAMPLES, LONGEST = 8, 256  # texts, and tokens of each, used to choose which layers to remove
 
 
 class TrainedModel:
-    """A model of our own that is trained, beside the target, which stays as it is."""
+    """A model that is trained beside the frozen target."""
 
     def __init__(self, settings: TrainingSettings, model: Model, trained: PreTrainedModel):
-        """`trained` may share tensors with the target: it is copied."""
+        """Copy `trained`, which may share tensors with the target."""
         self.settings, self.model = settings, model
         self.target, self.measure = Target(model.lm), loss_of(settings)
         if any(not p.is_floating_point() for p in trained.parameters()):
@@ -48,7 +47,7 @@ class TrainedModel:
         own = copy.deepcopy(trained).eval().requires_grad_(True)
         self.trained: PreTrainedModel = own.to(torch.promote_types(own.dtype, torch.float32))
         self.computing = computing(self.target.device, self.trained.dtype, settings.bf16)
-        # It runs on the tensors that are trained, so it always serves what they are.
+        # Runs on the trained tensors themselves, so it always has the current weights.
         self.served = wrap(self.trained, model.tokenizer, name=model.name, compile=False)
         self.fit = twin(self.trained)
         decoder, name = decoder_layers(self.fit)
@@ -58,19 +57,19 @@ class TrainedModel:
         return list(self.trained.parameters())
 
     def wanted(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows and columns of the places that count, and the target's distribution there."""
-        # [places], [places, vocab]
+        """Return the rows and columns of the tokens that count, and the target's logits there."""
+        # [positions] x 2, [positions, vocab]
         rows, at = answered(batch).nonzero(as_tuple=True)
         return rows, at, cooled(self.target.tell(batch.tokens).logits[rows, at], self.settings.temperature)
 
-    def judge(self, logits: Tensor, target: Tensor) -> LossResult:  # [places, vocab]
-        """Models of one family pad their vocabulary to different sizes: what both have is compared."""
+    def judge(self, logits: Tensor, target: Tensor) -> LossResult:  # [positions, vocab]
+        """Compute the loss on the tokens that both have: models of one family pad their vocabulary differently."""
         shared = min(logits.shape[-1], target.shape[-1])
         draft = cooled(logits, self.settings.temperature)[:, :shared]
         return self.measure([StepLogits(draft, target[:, :shared])])
 
     def save(self, folder: Path, notes: dict[str, Any]) -> None:
-        """A checkpoint like any other; each file appears whole or not at all."""
+        """Write a regular checkpoint; each file appears complete or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             checkpoint.narrowed(self.trained, self.saved).save_pretrained(place)
@@ -92,7 +91,7 @@ class TrainedModel:
 
 
 class LayerSkipRecipe(TrainedModel):
-    """A copy of the target in which layers are dropped and every exit learns the target's distribution."""
+    """Trains a copy of the target with layer dropout, in which every exit learns the target's distribution."""
 
     def __init__(self, settings: TrainingSettings, model: Model, records: Seq[TextRecord]):
         super().__init__(settings, model, module_of(model.lm))
@@ -101,27 +100,27 @@ class LayerSkipRecipe(TrainedModel):
         self.method = registry.method("layerskip", **settings.option)
         self.exit = settings.option.get("exit") or max(1, self.layer_count // 4)
         if not isinstance(self.exit, int) or self.exit >= self.layer_count or settings.option.get("skip"):
-            raise UsageError(f"layerskip is trained for one exit, a number of layers below {self.layer_count}")
+            raise UsageError(f"layerskip trains one exit: set exit to a number below {self.layer_count}, without skip")
 
     def loss(self, batch: Batch, step: int, total: int) -> LossResult:
         rows, at, target = self.wanted(batch)
         ramp = exits.ramped(step, total) if self.settings.ramp else 1.0
         probs = exits.probs(self.layer_count, self.settings.dropout, ramp)
         dropped = torch.rand(self.layer_count, len(batch.tokens)) < probs[:, None]  # [layers, batch]
-        loss, said = torch.zeros((), device=target.device), dict[int, Tensor]()
+        loss, logits = torch.zeros((), device=target.device), dict[int, Tensor]()
         with self.computing:
             left = self.exits.run(batch.tokens, dropped.to(target.device))
             for layer, weight in self.weights(step, total).items():
-                said[layer] = self.exits.logits(left[layer][rows, at])
-                loss = loss + weight * self.judge(said[layer], target).loss
+                logits[layer] = self.exits.logits(left[layer][rows, at])
+                loss = loss + weight * self.judge(logits[layer], target).loss
             with torch.no_grad():
-                guess = said.get(self.exit - 1)
-                guess = self.exits.logits(left[self.exit - 1][rows, at]) if guess is None else guess
-                agreed = alpha(guess, said[self.layer_count - 1]).mean()
+                draft = logits.get(self.exit - 1)
+                draft = self.exits.logits(left[self.exit - 1][rows, at]) if draft is None else draft
+                agreed = alpha(draft, logits[self.layer_count - 1]).mean()
         return LossResult(loss, agreed[None])
 
     def weights(self, step: int, total: int) -> dict[int, float]:
-        """How much each exit counts at this step."""
+        """Return the weight of each exit at this step."""
         given = self.settings
         if given.curriculum == "single":
             return {
@@ -135,12 +134,12 @@ class LayerSkipRecipe(TrainedModel):
         return exits.weights(active, self.layer_count, given.exit_scale)
 
     def serve(self) -> ServedModel:
-        self.served.clear_cache()  # what rows hold was computed with other weights
+        self.served.clear_cache()  # cached prompts were computed with earlier weights
         return ServedModel(self.served, {"method": self.method})
 
 
 class DraftRecipe(TrainedModel):
-    """A smaller model, or the target without some of its layers, that learns the target's distribution."""
+    """Trains a smaller model, or the target without some of its layers, on the target's distribution."""
 
     def __init__(self, settings: TrainingSettings, model: Model, records: Seq[TextRecord]):
         super().__init__(settings, model, _student(settings, model, records))
@@ -160,7 +159,7 @@ class DraftRecipe(TrainedModel):
 def _student(settings: TrainingSettings, model: Model, records: Seq[TextRecord]) -> PreTrainedModel:
     given = [settings.draft, settings.remove, settings.keep]
     if sum(map(bool, given)) != 1:
-        raise UsageError("say what is trained: a model with draft=, or the target with remove= layers or with keep=")
+        raise UsageError("set exactly one of draft= (a model), remove= and keep= (the target without some layers)")
     target = module_of(model.lm)
     if settings.draft:
         device = target.get_input_embeddings().weight.device
@@ -168,7 +167,7 @@ def _student(settings: TrainingSettings, model: Model, records: Seq[TextRecord])
         sides = (NamedModel(m.lm, m.tokenizer, m.name) for m in (model, student))
         if translated(*sides) is not student.lm:
             raise UsageError(
-                f"{settings.draft} has another tokenizer than {model.name}, whose distribution it is to learn"
+                f"{settings.draft} has a different tokenizer than {model.name}, so it cannot learn its distribution"
             )
         return module_of(student.lm)
     if settings.keep:
