@@ -261,7 +261,7 @@ def test_verify_gives_a_lossy_verifier_a_price(smollm2: object, prompts: Path) -
         (["verify", SMOLLM2, "--method", "sufix"], "did you mean 'suffix'"),
         (["verify", SMOLLM2, "--set", "min_q=0.1"], "did you mean 'min_p'"),
         (["verify", SMOLLM2, "--set", 'logit_bias={"x": 1}'], "logit_bias is a mapping of token ids"),
-        (["verify", SMOLLM2, "--temperature", "0"], "need a temperature above 0"),
+        (["verify", SMOLLM2, "--temperature", "0"], "temperature must be above 0"),
         (["verify", "--server", "http://127.0.0.1:9", "--off", "{"], "is not JSON"),
         (["verify", "--server", "http://127.0.0.1:9"], "no connection to http://127.0.0.1:9"),
         (["verify", "--server", "http://127.0.0.1:9", "--draft", SMOLLM2], "a server has its own draft"),
