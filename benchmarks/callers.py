@@ -1,4 +1,4 @@
-"""Concurrent callers: eight threads, streams or tasks on one model, against one `generate` call with eight prompts.
+"""Concurrent callers: eight threads, streams or tasks on one model, against one `generate` call for the same prompts.
 
     python benchmarks/callers.py                                     # SmolLM2 in float32, on a CPU
     python benchmarks/callers.py --model smollm2-135m-instruct.gguf

@@ -49,7 +49,7 @@ def passes(models: dict[str, outpace.Model], rounds: int) -> None:
 
 
 def decoding(models: dict[str, outpace.Model], tokens: int, rounds: int) -> None:
-    """Print the tokens per second of greedy decoding without the prompt, by the difference of two lengths."""
+    """Print the tokens per second of greedy decoding, from the difference of a long and a short answer."""
     first = next(iter(models.values()))
     chat = [{"role": "user", "content": "Write a story about a lighthouse keeper and a whale."}]
     encoded = first.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]

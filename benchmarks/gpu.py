@@ -62,7 +62,7 @@ def build(shape: str, short: bool) -> LlamaForCausalLM:
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:
-    """Bytes that a pass has to read: all but the embedding, which it reads one row per token of."""
+    """Bytes that a pass has to read: all weights but the embedding, of which it reads one row per token."""
     tied = model.config.tie_word_embeddings
     everything = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
     own = not tied or hasattr(model.lm_head, "scale")  # an int8 head is a copy

@@ -1,4 +1,4 @@
-"""Graft against the method that it wraps, at the same number of nodes: tokens per pass, and levels of the draft run.
+"""Graft against the method that it wraps, at the same number of nodes: tokens per pass, and draft levels per pass.
 
     .venv/bin/python benchmarks/graft.py --nodes 24 --max-tokens 40 --update docs/results/graft.md
 

@@ -61,7 +61,7 @@ class Point:
 def main(
     model: Annotated[str, typer.Option(help="Demo model, folder or Hugging Face id.")] = "smollm2-135m-instruct",
     exits: Annotated[int, typer.Option(help="Number of exits to try, evenly spaced.")] = 10,
-    remove: Annotated[list[int], typer.Option(help="Layers in the block to leave out.")] = [1, 2, 3, 4, 6, 8],  # noqa: B006
+    remove: Annotated[list[int], typer.Option(help="Layers in a block to leave out; repeatable.")] = [1, 2, 3, 4, 6, 8],  # noqa: B006
     search: Annotated[list[int], typer.Option(help="Layers to leave out by search; repeatable.")] = [2, 4, 6],  # noqa: B006
     tries: Annotated[int, typer.Option(help="Number of layer sets that each search tries.")] = 16,
     task: Annotated[list[str], typer.Option(help="Task of `outpace bench`; repeatable.")] = TASKS,

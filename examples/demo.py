@@ -1,4 +1,4 @@
-"""Demo: SmolLM2 with plain and speculative decoding, in two runtimes; the texts are equal. Run it with `make demo`."""
+"""SmolLM2 with plain and speculative decoding in two runtimes: equal texts, less time. Run it with `make demo`."""
 
 from __future__ import annotations
 

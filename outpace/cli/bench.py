@@ -138,7 +138,7 @@ def bench(
     source: Source = None,
     update: Update = None,
 ) -> None:
-    """Benchmark methods against plain decoding and Transformers, with intervals; print a table and write a page."""
+    """Benchmark methods, plain decoding and Transformers in turn, with intervals; print a table and write a page."""
     given = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     if as_json and markdown:
         raise UsageError("--json and --markdown both write to standard output: use one of them")
@@ -196,7 +196,7 @@ def _measured(setup: BenchSetup) -> BenchRecord:
     others = theirs(lm, draft, max(setup.plan.batches) > 1) if setup.transformers else []
     with _progress() as bars, tracing(setup.trace, lm) as writer:
         groups = _prepared(setup.plan, lm, prompts, bars)
-        everyone: list[Contestant] = [ours[0], *others, *ours[1:]]  # plain decoding first, ours and Transformers'
+        everyone: list[Contestant] = [ours[0], *others, *ours[1:]]  # our plain decoding and Transformers first
         header = recording.provenance(lm, shlex.join(["outpace", *sys.argv[1:]]), setup.arguments)
         found = BenchRecord(header | {"contestants": [c.name for c in everyone]}, groups)
         with Writer(setup.output / "runs.jsonl", found.header, groups) as out:

@@ -29,7 +29,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 stderr = Console(stderr=True)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 INTERRUPTED = 130
-WORTH_SAYING = 3.0  # seconds of compilation from which on they are reported
+WORTH_SAYING = 3.0  # seconds; shorter compilations are not reported
 Command = TypeVar("Command", bound=Callable[..., None])
 
 

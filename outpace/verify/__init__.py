@@ -1,1 +1,1 @@
-"""Checks that prove that a model, local or on a server, gives the same text as plain decoding."""
+"""Checks that a model, here or on a server, gives the same text as plain decoding."""

@@ -24,7 +24,7 @@ from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check
 
 DEPTH = 3  # tokens of each short answer: the later ones are reached through accepted draft tokens
-LEAST = 50  # draws after a prefix, from which on it is tested
+LEAST = 50  # least draws after a prefix for a test
 EXPECTED = 5.0  # least expected draws of a bin, by the usual rule
 POWER = 0.9
 

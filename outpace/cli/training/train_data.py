@@ -42,7 +42,7 @@ Longest = Annotated[int, typer.Option(min=1, help="Skip prompts with more tokens
 System = Annotated[str | None, typer.Option(help="System message for prompts that the model writes itself.")]
 OwnTemperature = Annotated[float, typer.Option(help="Sampling temperature for prompts that the model writes itself.")]
 OwnTopP = Annotated[float, typer.Option(help="Top-p for prompts that the model writes itself.")]
-OwnTokens = Annotated[int, typer.Option(min=1, help="Drop prompts of the model with more tokens.")]
+OwnTokens = Annotated[int, typer.Option(min=1, help="Drop self-written prompts with more tokens.")]
 
 
 @reports_errors

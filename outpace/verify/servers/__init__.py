@@ -1,1 +1,1 @@
-"""The same proof for servers with an OpenAI-compatible API."""
+"""The same checks for servers with an OpenAI-compatible API."""
