@@ -139,7 +139,7 @@ class Server:
             raise OutpaceError(f"cannot connect to {self.base}: is the server running? ({error})") from error
         if answer.status_code in (401, 403):
             raise HTTPFailure(
-                f"{self.base} refuses the API key (HTTP {answer.status_code}: {_message(answer)}); pass another, or set "
+                f"{self.base} refuses the API key (HTTP {answer.status_code}: {_message(answer)}); pass another or set "
                 "OPENAI_API_KEY",
                 answer.status_code,
             )
