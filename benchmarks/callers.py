@@ -1,10 +1,10 @@
-"""Callers: eight threads, streams and tasks on one model, against one `generate` call with the same eight prompts.
+"""Concurrent callers: eight threads, streams or tasks on one model, against one `generate` call for the same prompts.
 
     python benchmarks/callers.py                                     # SmolLM2 in float32, on a CPU
     python benchmarks/callers.py --model smollm2-135m-instruct.gguf
-    python benchmarks/callers.py --random                            # a Llama of 8B shape, on a GPU
+    python benchmarks/callers.py --random                            # a Llama with the shape of 8B, on a GPU
 
-All ways run in turn, in one process, after a warm-up of each; a ratio is the median over the rounds.
+All ways run in turn, in one process, each after a warm-up; a ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ WAYS: dict[str, Callable[[Model, list[Any], dict[str, Any]], Tokens]] = {
 
 
 def random_llama() -> Model:
-    """Of the shape of Llama-3.1-8B, at random weights."""
+    """Build a model with the shape of Llama-3.1-8B and random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -79,7 +79,7 @@ def random_llama() -> Model:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--random", action="store_true", help="a Llama of 8B shape at random weights, on a GPU")
+    parser.add_argument("--random", action="store_true", help="use a random Llama with the shape of 8B, on a GPU")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Prompts as people type them into a chat: a form filled with topics and names, and often a second turn.
+"""Training prompts like those of chat users: templates filled with topics and names, often with a second turn.
 
     python benchmarks/chats.py --texts english.txt --count 14000 --output chats.jsonl
     outpace train data MODEL --prompts chats.jsonl --output answers.jsonl
 
-A small model that writes its prompts itself thinks of few kinds. The kinds here are those that people ask for: writing,
-roles, reasoning, extraction, code, science, history.
+A small model that writes its own prompts produces few kinds. These cover what users ask for: writing, roles, reasoning,
+extraction, code, science and history.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def fill(form: str, names: list[str], texts: list[str], draw: random.Random) -> str:
-    """The form with words for each of its places."""
+    """Fill each placeholder of the template with random words."""
     numbers = {name: str(draw.randint(2, 90)) for name in "abc"}
     drawn: dict[str, str] = {name: draw.choice(words) for name, words in CHOICES.items()}
     text = draw.choice(texts)[: draw.randint(PARAGRAPH, 1200)]
@@ -118,12 +118,12 @@ def fill(form: str, names: list[str], texts: list[str], draw: random.Random) -> 
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="The file to write.")],
+    output: Annotated[Path, typer.Option(help="File to write.")],
     texts: Annotated[
-        list[Path], typer.Option(exists=True, help="Plain texts to quote and take names from, a paragraph a line.")
+        list[Path], typer.Option(exists=True, help="Plain texts to quote and take names from, one paragraph per line.")
     ],
-    count: Annotated[int, typer.Option(help="Prompts.")] = 1500,
-    two_turns: Annotated[float, typer.Option(help="How many of them have a second turn.")] = 0.4,
+    count: Annotated[int, typer.Option(help="Number of prompts.")] = 1500,
+    two_turns: Annotated[float, typer.Option(help="Share of prompts with a second turn.")] = 0.4,
     seed: int = 0,
 ) -> None:
     quoted = [text for file in texts for text in paragraphs(file, PARAGRAPH)]

@@ -1,10 +1,10 @@
-"""What the policy "auto" makes of real answers on machines that are made up: plain, fixed methods and auto, simulated.
+"""A simulation of plain decoding, fixed methods and `auto` on recorded answers, for machines with given cost curves.
 
     .venv/bin/python benchmarks/controller.py --prompts 2 --max-tokens 192 --recordings build/recordings.pickle
 
-The answers of a model are recorded once; then the whole loop replays them, and a pass takes what the machine's cost
-curve says. With `--host` the time that guessing really takes here is added. Texts that nobody can guess, and texts that
-change between repetition and noise, are added to the real ones. `worst` is the text on which auto is slowest.
+The answers of a model are recorded once; then the whole loop replays them, and a pass takes the time that the machine's
+cost curve gives. `--host` adds the real time of drafting here. Unpredictable texts, and texts that alternate between
+repetition and noise, are added to the real ones. `worst` is the text on which auto is slowest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from outpace.policies.controller.costs import Costs
 from outpace.prompts import tasks
 from outpace.sampling.settings import Sampling
 
-CURVES = {  # tokens of a pass -> passes of one token that it costs
+CURVES = {  # machine -> seconds of a pass of one token, and (tokens of a pass, its cost in passes of one token)
     "cpu": (0.040, ((1, 1.0), (2, 1.03), (4, 1.1), (8, 1.3), (16, 1.8), (32, 3.0), (64, 5.5))),
     "small cpu": (0.060, ((1, 1.0), (2, 1.08), (4, 1.38), (8, 1.85), (16, 1.9), (32, 2.3), (64, 3.0))),
     "gpu": (0.006, ((1, 1.0), (8, 1.05), (64, 1.2), (128, 1.9), (256, 3.4))),
@@ -45,7 +45,7 @@ VOCAB = 49152
 
 
 class Clock:
-    """Simulated time, and of the real time a part."""
+    """Simulated time, plus a share of the real time."""
 
     def __init__(self, host: float):
         self.host, self.simulated, self.hidden = host, 0.0, 0.0
@@ -55,7 +55,7 @@ class Clock:
 
 
 class Simulated(ReplayLM):
-    """The target of several recordings at once, on a machine with these costs."""
+    """A target that replays several recordings at once, on a machine with these costs."""
 
     def __init__(self, model: Any, texts: Seq[Recording], costs: Costs, clock: Clock):
         super().__init__(model, texts)
@@ -96,7 +96,7 @@ def changing(seed: int, count: int = 256) -> Recording:
 
 
 def seconds(spec: str, texts: Seq[Recording], costs: Costs, batch: int, host: float) -> list[float]:
-    """Of each batch; what a method learns serves the next one."""
+    """Simulate each batch and return its seconds; what a method learns carries over to the next batch."""
     clock = Clock(host)
     stats.time = clock  # type: ignore[assignment]
     target, found = Simulated(Target(), texts, costs, clock), []
@@ -127,10 +127,10 @@ def recorded(path: Path, prompts: int, max_tokens: int) -> list[Recording]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, default=Path("build/recordings.pickle"))
-    parser.add_argument("--prompts", type=int, default=2, help="of each task, if nothing is recorded yet")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts of each task, if nothing is recorded yet")
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--host", type=float, default=0.0, help="share of the real time of guessing that counts")
+    parser.add_argument("--host", type=float, default=0.0, help="share of the real drafting time to add")
     given = parser.parse_args()
     torch.set_num_threads(1)
     sets = {

@@ -1,4 +1,4 @@
-"""What a pass costs on a CPU by its rows, eager, compiled and int8; and plain decoding against Transformers' greedy.
+"""CPU benchmark: the cost of a pass by its tokens (eager, compiled, int8), and greedy decoding against Transformers.
 
 python benchmarks/cpu.py
 """
@@ -30,7 +30,7 @@ def spent(work: Callable[[], object]) -> float:
 
 
 def passes(models: dict[str, outpace.Model], rounds: int) -> None:
-    """Median milliseconds of a pass; all kinds and sizes in turn."""
+    """Print the median milliseconds of a pass, with all kinds and sizes measured in turn."""
     rows = {}
     for name, model in models.items():
         rows[name] = model.lm.acquire([])
@@ -41,7 +41,7 @@ def passes(models: dict[str, outpace.Model], rounds: int) -> None:
             lm, tree = models[name].lm, Tree.chain([5] * size)
             took = [spent(lambda lm=lm, tree=tree, row=rows[name]: lm.score([tree], [row])) for _ in range(4)]
             found[name, size] += took[1:] if turn else []
-    say("| ms a pass, rows | " + " | ".join(map(str, ROWS)) + " |")
+    say("| ms per pass, tokens | " + " | ".join(map(str, ROWS)) + " |")
     say("|---" * (len(ROWS) + 1) + "|")
     for name in models:
         middles = [statistics.median(found[name, size]) * 1e3 for size in ROWS]
@@ -49,7 +49,7 @@ def passes(models: dict[str, outpace.Model], rounds: int) -> None:
 
 
 def decoding(models: dict[str, outpace.Model], tokens: int, rounds: int) -> None:
-    """Tokens per second of greedy decoding, without the prompt: the difference between a long and a short answer."""
+    """Print the tokens per second of greedy decoding, from the difference of a long and a short answer."""
     first = next(iter(models.values()))
     chat = [{"role": "user", "content": "Write a story about a lighthouse keeper and a whale."}]
     encoded = first.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]

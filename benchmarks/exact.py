@@ -1,9 +1,9 @@
-"""What bitwise=True removes and what it costs: answers that leave plain decoding's, by dtype, alone and in a batch.
+"""The effect and the cost of bitwise=True: answers that differ from plain decoding's, by dtype, alone and in a batch.
 
     python benchmarks/exact.py --dtype bfloat16 --dtype float16
 
-An answer counts as different when any of its tokens differs, and as bit-identical when also every log-probability is
-the same number. Times are of plain decoding and of all methods together, one prompt at a time.
+An answer is different if any of its tokens differs, and bit-identical if every log-probability is the same number too.
+Times are those of plain decoding, and of all methods together, one prompt at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METHODS = ["ngram", "suffix", "recycling", "lookahead"]
 
 @dataclass
 class Count:
-    """Of one dtype, with or without exact passes."""
+    """Counts and times of one dtype, with or without exact passes."""
 
     answers: int = 0
     different: int = 0
@@ -36,12 +36,12 @@ class Count:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Shelf name, folder or hub id.")] = "smollm2-135m-instruct",
-    dtype: Annotated[list[str], typer.Option(help="May be repeated.")] = ["bfloat16", "float16"],  # noqa: B006
-    task: Annotated[list[str], typer.Option(help="Tasks of `outpace bench`; may be repeated.")] = TASKS,
+    model: Annotated[str, typer.Option(help="Demo model, folder or Hugging Face id.")] = "smollm2-135m-instruct",
+    dtype: Annotated[list[str], typer.Option(help="Data type; repeatable.")] = ["bfloat16", "float16"],  # noqa: B006
+    task: Annotated[list[str], typer.Option(help="Task of `outpace bench`; repeatable.")] = TASKS,
     limit: Annotated[int, typer.Option(help="Prompts per task.")] = 1,
     tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 48,
-    batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 4,
+    batch: Annotated[int, typer.Option(help="Batch size.")] = 4,
 ) -> None:
     table = Table("dtype", "passes", "answers", "different", "other bits", "plain, s", "methods, s")
     found = tasks.load(tasks=task, limit=limit)
@@ -55,7 +55,7 @@ def main(
                 name = "exact" if exact else "usual"
                 figures = [count.answers, count.different, count.other_bits]
                 row = [kind, name, *map(str, figures), f"{count.plain:.1f}", f"{count.guessed:.1f}"]
-                progress.console.print(*row)  # a long run that is broken off has shown something
+                progress.console.print(*row)  # so that an interrupted run has shown results
                 table.add_row(*row)
     Console(width=100).print(table)
 

@@ -1,9 +1,9 @@
-"""First minute: how long commands take from a cold process to the prompt, with what the first run keeps on disk.
+"""Start-up time: how long commands take in a cold process, with the caches on disk that the first run leaves.
 
     python benchmarks/first_minute.py
-    python benchmarks/first_minute.py --other FOLDER    # beside another checkout, in turn
+    python benchmarks/first_minute.py --other FOLDER    # compare with another checkout, in turn
 
-Every command runs once unmeasured in each checkout; the table has medians of the rounds after that.
+Every command runs once in each checkout before it is measured; the table has the medians of the later rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMMANDS: dict[str, list[str]] = {
 
 
 def seconds(folder: Path, arguments: list[str]) -> float:
-    """From the command to the prompt."""
+    """Time a command from start to exit."""
     start = time.perf_counter()
     given = os.environ | {"PYTHONPATH": str(folder)}
     subprocess.run([sys.executable, *arguments], cwd=folder, env=given, capture_output=True, check=False)

@@ -1,4 +1,4 @@
-"""Who takes part in gguf_models.py: llama.cpp by itself, its server in a process of its own, and ours."""
+"""The contestants of gguf_models.py: llama.cpp as a library, its server in a separate process, and Outpace."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import typer
 
 from outpace.api.model import Model
 
-DRAFT = "draft-simple"  # the mode of the server that needs another model
+DRAFT = "draft-simple"  # the server mode that needs a draft model
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a contestant said, and how fast."""
+    """The answer of a contestant, and its speed."""
 
-    seconds: float  # of each token after the first pass
-    text: Any  # whatever is comparable with its like
+    seconds: float  # per token after the first pass
+    text: Any  # tokens or text, comparable within one kind of contestant
 
 
-Passes: TypeAlias = Generator[int, None, list[int]]  # tokens said so far, after every pass; at the end all of them
+Passes: TypeAlias = Generator[int, None, list[int]]  # yields the number of tokens after each pass, returns the tokens
 
 
 class Own:
-    """llama.cpp by itself."""
+    """llama.cpp as a library, without a server."""
 
     def __init__(self, path: Path):
         from cyllama.llama import llama_cpp as library
@@ -60,7 +60,7 @@ class Own:
 
 
 def usual(model: Any) -> Any:
-    """A context with llama.cpp's own settings."""
+    """Create a context with llama.cpp's own settings."""
     from cyllama.llama import llama_cpp as library
 
     given = library.LlamaContextParams()
@@ -70,7 +70,7 @@ def usual(model: Any) -> Any:
 
 
 class Served:
-    """llama.cpp's server, in a process of its own, with one kind of speculation or none."""
+    """llama.cpp's server in a separate process, with one kind of speculation or none."""
 
     def __init__(self, path: Path, mode: str | None = None, draft: Path | None = None):
         here = multiprocessing.get_context("spawn")
@@ -78,7 +78,7 @@ class Served:
         self.process = here.Process(target=_serve, args=(theirs, path, mode, draft), daemon=True)
         self.process.start()
         theirs.close()
-        self.line.recv()  # it is ready
+        self.line.recv()  # wait until it is ready
 
     def __enter__(self) -> Served:
         return self
@@ -117,7 +117,7 @@ def server_library() -> Any:
     try:
         import xllamacpp
     except ImportError as error:
-        raise typer.BadParameter("llama.cpp's own speculation needs: pip install xllamacpp; or --no-server") from error
+        raise typer.BadParameter("no llama.cpp server: pip install xllamacpp, or use --no-server") from error
     return xllamacpp
 
 
@@ -131,7 +131,7 @@ def ours(model: Model, prompt: list[int], count: int, **given: Any) -> Passes:
 
 
 def race(lanes: dict[str, Passes]) -> dict[str, Answer]:
-    """A pass of each in turn, until all have said everything."""
+    """Run one pass of each contestant in turn, until all answers are complete."""
     seconds, after, firsts = dict.fromkeys(lanes, 0.0), dict.fromkeys(lanes, 0), dict[str, int]()
     answers = dict[str, Answer]()
     while len(answers) < len(lanes):
@@ -142,7 +142,7 @@ def race(lanes: dict[str, Passes]) -> dict[str, Answer]:
             except StopIteration as end:
                 answers[name] = Answer(seconds[name] / max(after[name], 1), end.value)
                 continue
-            if name in firsts:  # the first pass is the prompt's
+            if name in firsts:  # the first pass is the prefill
                 seconds[name] += time.perf_counter() - start
                 after[name] = said - firsts[name]
             else:

@@ -1,17 +1,17 @@
-"""GGUF models: our loop beside llama.cpp and its own speculation, in one run; tokens per second behind the prompt.
+"""GGUF benchmark: Outpace against llama.cpp and its own speculation, in one run; tokens per second after the prompt.
 
     python benchmarks/gguf_models.py MODEL.gguf --prompts spec_bench.jsonl --draft SMALL.gguf
 
-Prompts of a file by task, or chat prompts of ours; edits of code, whose answer repeats most of the prompt if the model
-is up to it; and retrieval that quotes it. `llama.cpp` is the library that we run on, with its own settings (a cache in
-float16, weights in its own order), one token at a time, the likeliest by its own sampler. `server` is llama.cpp's
-server of another package, xllamacpp, by itself and with each kind of speculation that it has, as they come; each in a
-process of its own, because several copies of llama.cpp in one process slow each other down to a third.
+Prompts are those of a file, by task, or built-in chat prompts; edits of code, whose answer repeats most of the prompt
+if the model is good enough; and retrieval, which quotes the prompt. `llama.cpp` is the library that Outpace runs on,
+with its own settings (a float16 cache, weights in its own order), one token at a time with its own greedy sampler.
+`server` is llama.cpp's server from the package xllamacpp, without speculation and with each kind that it has, at its
+default settings. Each server has its own process, because several copies in one process run at a third of the speed.
 
-llama.cpp and ours take turns pass by pass, so that a machine which is slow for a moment is slow for all; servers answer
-one after the other, and their modes are compared with the server that does not guess. Nobody sees a prompt twice with
-what it remembers: every round has new methods and new servers. Of a prompt the median round counts, of a kind the mean
-of its prompts.
+llama.cpp and Outpace take turns pass by pass, so that a machine that is slow for a moment is slow for all. Servers
+answer one after another, and their modes are compared with the server without speculation. Every round has new methods
+and new servers, so none remembers a prompt. The result of a prompt is its median round, that of a kind the mean of its
+prompts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from outpace.models.gguf.lm import LlamaLM
 from outpace.prompts import tasks
 from outpace.text import encode
 
-PLACE = "gguf"  # of the table in the document
+PLACE = "gguf"  # name of the table's markers in the document
 OWN, SERVER = "llama.cpp", "server"
-MODES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # that need no other model
+MODES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # modes without a draft model
 CODE = """def total(values):
     result = 0
     for value in values:
@@ -81,7 +81,7 @@ class Field:
     own: Own
     methods: list[str]
     draft: Path | None
-    modes: tuple[str, ...]  # of the server; without any there is none
+    modes: tuple[str, ...]  # modes of the server; empty: no server
     count: int  # tokens of an answer
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Field:
         return [OWN, *([SERVER] if self.modes else []), *self.modes, *self.methods]
 
     def round(self, asked: dict[tuple[str, int], list[int]]) -> Generator[tuple[str, int, str, Answer]]:
-        """Everybody answers all prompts, and has seen nothing before."""
+        """Let all contestants answer all prompts, without any memory of earlier rounds."""
         models = {name: self._fresh() for name in self.methods}
         with ExitStack() as servers:
             served = {}
@@ -112,7 +112,7 @@ class Field:
 
     def _fresh(self) -> Model:
         assert isinstance(self.model.lm, LlamaLM)
-        lm = LlamaLM(self.model.lm.file)  # the same weights, a cache of its own
+        lm = LlamaLM(self.model.lm.file)  # the same weights with a separate cache
         return Model(lm, self.model.tokenizer, self.model.stop_token_ids, self.model.name)
 
 
@@ -124,7 +124,7 @@ class Results:
     names: list[str]
 
     def rate(self, kind: str, name: str) -> float:
-        """Tokens per second."""
+        """Tokens per second of a contestant on one kind of prompt."""
         of_prompts = [a for (k, _, n), a in self.answers.items() if (k, n) == (kind, name)]
         return 1 / statistics.mean(statistics.median(answer.seconds for answer in a) for a in of_prompts)
 
@@ -146,7 +146,7 @@ class Results:
         return rows
 
     def differing(self, name: str, reference: str) -> str:
-        """Prompts whose answer is another one, in any round."""
+        """Count the prompts whose answer differs from the reference's in any round."""
         found = [
             any(a.text != b.text for a, b in zip(given, self.answers[kind, i, reference], strict=True))
             for (kind, i, n), given in self.answers.items()
@@ -167,29 +167,29 @@ def report(results: Results, field: Field) -> str:
 
 def main(
     path: Annotated[Path, typer.Argument(help="GGUF file.")],
-    method: Annotated[list[str], typer.Option("--method", "-m", help="Of ours.")] = ["plain", "suffix", "auto"],  # noqa: B006
-    prompts_: Annotated[Path | None, typer.Option("--prompts", help="JSONL file; its tasks become rows.")] = None,
-    kind: Annotated[list[str], typer.Option(help="Rows of the table; all if none is named.")] = [],  # noqa: B006
-    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 2,
-    draft: Annotated[Path | None, typer.Option(help="GGUF file: the draft method of both.")] = None,
-    mode: Annotated[list[str], typer.Option(help="Speculation of llama.cpp's server.")] = list(MODES),  # noqa: B006
-    server: Annotated[bool, typer.Option(help="Whether llama.cpp's server takes part.")] = True,
+    method: Annotated[list[str], typer.Option("--method", "-m", help="Outpace method.")] = ["plain", "suffix", "auto"],  # noqa: B006
+    prompts_: Annotated[Path | None, typer.Option("--prompts", help="JSONL file; each task becomes a row.")] = None,
+    kind: Annotated[list[str], typer.Option(help="Row of the table; repeatable; default: all.")] = [],  # noqa: B006
+    limit: Annotated[int, typer.Option(help="Number of prompts per task.")] = 2,
+    draft: Annotated[Path | None, typer.Option(help="Draft model for both sides, as a GGUF file.")] = None,
+    mode: Annotated[list[str], typer.Option(help="Speculation mode of llama.cpp's server; repeatable.")] = list(MODES),  # noqa: B006
+    server: Annotated[bool, typer.Option(help="Whether to measure llama.cpp's server.")] = True,
     max_tokens: int = 128,
     rounds: int = 3,
-    update_: Annotated[Path | None, typer.Option("--update", help="Document whose table is written.")] = None,
+    update_: Annotated[Path | None, typer.Option("--update", help="Document to write the table to.")] = None,
 ) -> None:
     if server:
-        server_library()  # or say so before anything is loaded
+        server_library()  # fails before anything is loaded if it is missing
     model = outpace.load(path)
     field = Field(path, model, Own(path), method, draft, tuple(mode) if server else (), max_tokens)
     found = {name: texts for name, texts in prompts(model, prompts_, limit).items() if not kind or name in kind}
     asked = {(name, i): text for name, texts in found.items() for i, text in enumerate(texts)}
-    model.generate(next(iter(asked.values())), method="auto", max_tokens=16)  # costs that are not known are measured
+    model.generate(next(iter(asked.values())), method="auto", max_tokens=16)  # measures pass costs, if they are unknown
     results = Results(defaultdict(list), field.names)
     for _ in range(rounds):
         for at, i, name, answer in field.round(asked):
             results.answers[at, i, name].append(answer)
-        rows = report(results, field)  # after every round: a run that is broken off has said something
+        rows = report(results, field)  # after every round, so that an interrupted run has shown results
         typer.echo(rows)
     if update_ is not None:
         update(update_, PLACE, rows)

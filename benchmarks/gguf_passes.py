@@ -1,10 +1,10 @@
-"""GGUF models: what passes of several tokens cost, and whether they say what passes of one token say.
+"""GGUF benchmark: the cost of passes of several tokens, and how far their logits differ from those of single tokens.
 
     python benchmarks/gguf_passes.py MODEL.gguf --context 64 --context 800
 
-`llama.cpp` runs with its own settings, `ours` with those that answers need to stay the same (docs/guide/gguf.md). Both
-take turns. "Differs" is the largest difference between a token's logits when tokens come one by one and when they come
-together, over all sizes.
+`llama.cpp` runs with its own settings, `ours` with the settings that keep answers the same (docs/guide/gguf.md). Both
+take turns. "Differs" is the largest difference in a token's logits between passes of one token and passes of several,
+over all sizes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ours:
 
 
 class Theirs:
-    """The same with llama.cpp's."""
+    """Passes over one text with llama.cpp's settings."""
 
     def __init__(self, path: Path):
         self.context = usual(File(path, bitwise=False).model)
@@ -65,7 +65,7 @@ class Theirs:
 
 
 def differs(side: Any, tokens: list[int], first: int) -> float:
-    """The largest difference of a logit, one by one and together."""
+    """The largest difference of a logit between passes of one token and passes of several."""
     alone, found = list[Tensor](), 0.0
     for i, token in enumerate(tokens):
         side.decode([token], first + i)

@@ -1,5 +1,5 @@
-"""What a pass costs on a GPU for a Llama of 8B or 1B shape, against reading its weights once; and what speculation
-makes of it, with text of a small model that was grown to the large shape.
+"""GPU benchmark: the cost of a pass for a Llama with the shape of 8B or 1B, against reading its weights once; and the
+gain of speculation, on the text of a small model that is grown to the large shape.
 
     python benchmarks/gpu.py passes --shape 8b --context 1024
     python benchmarks/gpu.py draft --int8
@@ -35,10 +35,10 @@ from outpace.models.compiled.cuda_graph import GraphRunner
 from outpace.models.hf.int8 import quantize
 from outpace.sampling.sampler import Pick
 
-RUNS = 5  # the best counts: in the first ones graphs of new sizes are captured
+RUNS = 5  # the best run counts: the first ones capture graphs of new sizes
 Texts: TypeAlias = list[list[int]]
 Rate: TypeAlias = tuple[float, float, Texts]  # tokens per second of decoding, tokens per pass, and the tokens
-PROMPTS = [64, 200, 90, 140, 310, 120, 80, 256]  # tokens
+PROMPTS = [64, 200, 90, 140, 310, 120, 80, 256]  # tokens of each prompt
 
 
 def say(line: str) -> None:
@@ -46,7 +46,7 @@ def say(line: str) -> None:
 
 
 def build(shape: str, short: bool) -> LlamaForCausalLM:
-    """Random weights in bfloat16, or int8."""
+    """Build a model with random weights in bfloat16, or in int8 if `short`."""
     config = LlamaConfig(
         vocab_size=128256, num_key_value_heads=8, max_position_embeddings=40_000, tie_word_embeddings=shape == "1b",
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **SHAPES[shape],
@@ -62,7 +62,7 @@ def build(shape: str, short: bool) -> LlamaForCausalLM:
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:
-    """What a pass has to read: everything but the embedding, of which it reads a row a token."""
+    """Bytes that a pass has to read: all weights but the embedding, of which it reads one row per token."""
     tied = model.config.tie_word_embeddings
     everything = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
     own = not tied or hasattr(model.lm_head, "scale")  # an int8 head is a copy
@@ -70,7 +70,7 @@ def weight_bytes(model: LlamaForCausalLM) -> int:
 
 
 def bandwidth() -> float:
-    """Bytes per second of a copy, read and write together."""
+    """Bytes per second of a copy, counting reads and writes."""
     a = torch.empty(2**30, dtype=torch.int8, device="cuda")
     b = torch.empty_like(a)
     return 2 * a.nbytes / gpu_seconds(lambda: b.copy_(a))
@@ -100,7 +100,7 @@ def wall_seconds(work: Callable[[], object], rounds: int = 20) -> float:
 
 
 def choose(lm: Any, row: int, size: int) -> list[int]:
-    """One greedy pass over a chain."""
+    """Run one greedy pass over a chain of tokens."""
     return lm.score([Tree.chain(list(range(5, 5 + size)))], [row], picks=[Pick(0, 0.0)])[0].picked.tokens
 
 
@@ -125,14 +125,14 @@ def passes(shape: str, contexts: list[int], short: bool) -> None:
         row = lm.acquire([])
         lm.feed([[(7 * i) % 1000 for i in range(context)]], [row])
         limit = (weights + context * lm.cache.token_bytes) / rate
-        say(f"context {context}: weights and cache once take {limit * 1e3:.2f} ms")
+        say(f"context {context}: reading weights and cache once takes {limit * 1e3:.2f} ms")
         first = 0.0
         for size in (1, 2, 4, 8, 16, 32, 64):
             wall = wall_seconds(partial(choose, lm, row, size))
             alone = gpu_seconds(next(reversed(lm._graphs.values())).replay)
             first = first or alone
             say(
-                f"  {size:3d} rows: {alone * 1e3:6.3f} ms, {alone / first:.2f} of one row, {alone / limit:.2f} of the "
+                f"  {size:3d} tokens: {alone * 1e3:6.3f} ms, {alone / first:.2f} of one, {alone / limit:.2f} of the "
                 f"limit; with the host {wall * 1e3:6.3f} ms"
             )
         lm.release(row)
@@ -152,12 +152,12 @@ def draft(short: bool) -> None:
         return wall_seconds(lambda: (lm.drafts.draft([row], [5], shape, pick), lm.keep([[]], [row])))
 
     few, many = chain(2), chain(10)
-    say(f"1b draft: {(many - few) / 8 * 1e3:.3f} ms a token in a chain, {few * 1e3:.3f} ms for the first two")
+    say(f"1b draft: {(many - few) / 8 * 1e3:.3f} ms per token in a chain, {few * 1e3:.3f} ms for the first two")
 
 
 @dataclass(eq=False)
 class Oracle(Drafter):
-    """Knows the answer, and is right with a given chance at each token."""
+    """A drafter that knows the answer; each draft token is correct with probability `chance`."""
 
     answers: dict[int, list[int]] = field(default_factory=dict)  # length of the prompt -> prompt and answer
     chance: float = 0.8
@@ -185,7 +185,7 @@ def prompts() -> Iterator[list[int]]:
 
 
 def batch(size: int) -> Texts:
-    """So many prompts, of different lengths."""
+    """Make `size` prompts of different lengths."""
     return [p[: len(p) - i // 8] for i, p in zip(range(size), list(prompts()) * 8, strict=False)]
 
 
@@ -200,8 +200,8 @@ def rate(model: outpace.Model, given: Texts, **settings: Any) -> Rate:
 
 
 def settled(model: outpace.Model, given: Texts, known: Texts, draft: Oracle, **settings: Any) -> Rate:
-    """The best of several runs, as `rate` gives it. Of equally likely tokens a pass of another size may choose another
-    one, and from there on the draft would know nothing: it is told what the run before wrote."""
+    """Return the best of several runs, as `rate` gives it. A pass of another size may resolve a tie differently, after
+    which the draft would no longer know the answer; so it gets the answer of the previous run."""
     runs = []
     for _ in range(RUNS):
         answers = {len(p): p + t for p, t in zip(given, known, strict=True)}
@@ -229,21 +229,21 @@ def speculation(small: str, count: int) -> None:
         spent = wall_seconds(partial(choose, lm, row, depth + 1))
         lm.release(row)
         say(
-            f"chance {chance:.1f}, depth {depth}: {per_pass:.2f} tokens a pass, {fast:.1f} tokens/s, "
+            f"acceptance {chance:.1f}, depth {depth}: {per_pass:.2f} tokens per pass, {fast:.1f} tokens/s, "
             f"{fast / plain:.2f} of plain; passes alone predict {per_pass / spent:.1f} tokens/s; "
             f"{parting(model, given, tokens[0], again[0])}"
         )
 
 
 def parting(model: outpace.Model, given: Texts, due: list[int], found: list[int]) -> str:
-    """Where two texts part, and by how much the likelier of the two tokens was ahead in plain decoding."""
+    """Describe where two texts diverge, and how far the likelier of the two tokens leads in plain decoding."""
     at = next((i for i, (a, b) in enumerate(zip(due, found, strict=True)) if a != b), None)
     if at is None:
         return "same text"
     plain = model.generate(given, method="plain", max_tokens=at + 1, ignore_eos=True, logprobs=5)[0]
     top = plain.logprobs[at].top
     gap = f"{top[due[at]] - top[found[at]]:.4f}" if found[at] in top else f"over {top[due[at]] - min(top.values()):.4f}"
-    return f"parts at token {at}, where the choices are {gap} apart"
+    return f"diverges at token {at}, where the two tokens are {gap} apart"
 
 
 def batches(small: str, count: int, chances: list[float]) -> None:
@@ -253,11 +253,11 @@ def batches(small: str, count: int, chances: list[float]) -> None:
         given = batch(size)
         plain, _, tokens = max(rate(model, given, method="plain", max_tokens=count) for _ in range(RUNS))
         for chance in chances:
-            line = f"batch {size:2d}, chance {chance:.1f}: plain {plain:7.1f} tokens/s"
+            line = f"batch {size:2d}, acceptance {chance:.1f}: plain {plain:7.1f} tokens/s"
             for policy in ("fixed", "auto"):
                 draft = Oracle({}, chance, 4)
                 fast, per_pass, _ = settled(model, given, tokens, draft, policy=policy, max_tokens=count)
-                line += f"; {policy} {fast:7.1f} ({fast / plain:.2f}, {per_pass:.2f} tokens a pass)"
+                line += f"; {policy} {fast:7.1f} ({fast / plain:.2f}, {per_pass:.2f} tokens per pass)"
             say(line)
 
 
@@ -267,12 +267,12 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
     "top_k 50, top_p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
     "min_p 0.05": {"temperature": 0.8, "min_p": 0.05},
-    "typical_p 0.9": {"temperature": 0.8, "typical_p": 0.9},  # by the host, as the others were once
+    "typical_p 0.9": {"temperature": 0.8, "typical_p": 0.9},  # sampled on the host
 }
 
 
 def sampling(small: str, count: int) -> None:
-    """What it costs to leave tokens out before a choice, in plain decoding."""
+    """Measure the cost of filtering tokens before sampling, in plain decoding."""
     model = wrapped(grown(small))
     model.max_batch = 64
     for size in (1, 16, 64):
@@ -287,9 +287,9 @@ if __name__ == "__main__":
     parser.add_argument("part", choices=["passes", "draft", "speculation", "batches", "sampling"])
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
-    parser.add_argument("--small", default="smollm2-135m-instruct", help="shelf name or folder of a Llama to grow")
+    parser.add_argument("--small", default="smollm2-135m-instruct", help="demo model or folder of a Llama to grow")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--chance", type=float, nargs="+", default=[0.7], help="of a guess to be right, in batches")
+    parser.add_argument("--chance", type=float, nargs="+", default=[0.7], help="acceptance rate, for batches")
     parser.add_argument("--int8", action="store_true", help="int8 weights, for passes and draft")
     asked = parser.parse_args()
     if not torch.cuda.is_available():

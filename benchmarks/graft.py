@@ -1,10 +1,11 @@
-"""Graft against what it wraps, at the same number of nodes: tokens per pass, and levels that the draft was asked for.
+"""Graft against the method that it wraps, at the same number of nodes: tokens per pass, and draft levels per pass.
 
     .venv/bin/python benchmarks/graft.py --nodes 24 --max-tokens 40 --update docs/results/graft.md
 
-The draft is the target without a few layers: it guesses as a draft model does, and costs far more, so nothing is timed
-here. On the first half of the prompts every method fills its table and `calibrated` is fitted, for a draft whose level
-costs `--level-cost` passes; figures are of the other half. Every answer is compared with plain decoding's.
+The draft is the target without a few layers: its tokens are like those of a draft model, but it costs far more, so
+nothing is timed here. On the first half of the prompts every method fills its table and `calibrated` is fitted, for a
+draft whose level costs `--level-cost` passes; figures are from the other half. Every answer is compared with plain
+decoding's.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from outpace.prompts import tasks
 from outpace.tracing.trace import TraceWriter, read
 
 TASKS = ("qa", "math", "code", "summarization", "chat", "rag")
-PLACE = "graft"  # of the table in the document
+PLACE = "graft"  # name of the table's markers in the document
 
 
 @dataclass(frozen=True)
 class Line:
-    """What one method did."""
+    """The results of one method."""
 
     name: str
     passes: int
     tokens: int
     nodes: int
-    levels: int  # that the draft model was asked for
-    same: bool  # as plain decoding
+    levels: int  # levels that the draft model ran
+    same: bool  # whether the answers equal plain decoding's
 
     def row(self, level_cost: float) -> str:
         per_pass, levels = self.tokens / self.passes, self.levels / self.passes
@@ -52,7 +53,7 @@ class Line:
 
 
 def specs(nodes: int, calibration: Path) -> dict[str, str]:
-    """Every method with the same number of nodes; the draft as a tree."""
+    """Specs of all methods, with the same number of nodes; the draft makes a tree."""
     draft, table = f"draft:depth=6,width=4,nodes={nodes}", f"recycling:nodes={nodes}"
     return {
         "`draft`": draft,
@@ -65,7 +66,7 @@ def specs(nodes: int, calibration: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts to learn from, prompts to count, and plain decoding's answers to these."""
+    """Prompts to learn from, prompts to measure on, and plain decoding's answers to the latter."""
 
     learned: list[list[int]]
     counted: list[list[int]]
@@ -86,7 +87,7 @@ def method(spec: str, draft: LM) -> Drafter:
 
 
 def run(model: Model, name: str, drafter: Drafter, texts: Texts, **settings: Any) -> Line:
-    """One after the other: what a method learns serves the next prompt."""
+    """Run the prompts one after another, as what a method learns serves the next prompt."""
     for prompt in texts.learned:
         model.generate(prompt, method=drafter, **settings)
     steps, same = [], True
@@ -101,7 +102,7 @@ def run(model: Model, name: str, drafter: Drafter, texts: Texts, **settings: Any
 
 
 def fit(model: Model, draft: LM, texts: Texts, given: argparse.Namespace, **settings: Any) -> Calibration:
-    """Traces of the draft and of the table, and what they say."""
+    """Trace the draft and the table, and fit the calibration to the traces."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
         with TraceWriter(path) as writer:
@@ -137,12 +138,12 @@ def compare(model: Model, draft: LM, prompts: Seq[list[int]], given: argparse.Na
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--draft-layers", default="0-3+6+8-29", help="of the model, that the draft has")
+    parser.add_argument("--draft-layers", default="0-3+6+8-29", help="layers of the model that form the draft")
     parser.add_argument("--nodes", type=int, default=24)
-    parser.add_argument("--limit", type=int, default=2, help="prompts of each task")
+    parser.add_argument("--limit", type=int, default=2, help="prompts per task")
     parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--level-cost", type=float, default=0.1)
-    parser.add_argument("--update", type=Path, help="a document with <!-- bench:graft --> in it")
+    parser.add_argument("--update", type=Path, help="document with <!-- bench:graft --> to write the table to")
     return parser
 
 

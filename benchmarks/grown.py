@@ -1,7 +1,7 @@
-"""A small Llama grown to the shape of a large one: it says what the small one says, at the price of the large one.
+"""A small Llama grown to the shape of a large one: it generates the small one's text at the cost of the large one.
 
-New dimensions of the hidden state are zero, new heads and layers add nothing. So a benchmark with the cost of an 8B
-model has real text, without its weights.
+New dimensions of the hidden state are zero, and new heads and layers add nothing. So a benchmark can have the cost of
+an 8B model and real text, without the weights of an 8B model.
 
     python benchmarks/grown.py smollm2-135m-instruct --output grown  # 16 GB, for `outpace bench grown`
 """
@@ -25,19 +25,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def source(small: str) -> str:
-    """The folder of a model on the shelf; else the name is one."""
+    """The folder of a demo model; any other name is a folder already."""
     return str(demo_weights.fetch(small)) if small in demo_weights.SHELF else small
 
 
 def grown(small: str, device: str = "cuda") -> LlamaForCausalLM:
-    """The small model's text at the price of 8B."""
+    """Grow the small model to the shape of 8B."""
     model = AutoModelForCausalLM.from_pretrained(source(small), dtype=torch.float32)
     shape = SHAPES["8b"] | dict(num_key_value_heads=8, head_dim=128, vocab_size=128256)
     return grow(model, large_config(model.config, **shape), device, torch.bfloat16)
 
 
 def grow(small: LlamaForCausalLM, config: LlamaConfig, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A model of `config` with the function of `small`; in exact arithmetic they are the same."""
+    """Build a model of `config` that computes the same function as `small`, in exact arithmetic."""
     old, new = small.config, config
     with torch.device("meta"):
         large = LlamaForCausalLM(new)
@@ -46,7 +46,7 @@ def grow(small: LlamaForCausalLM, config: LlamaConfig, device: str, dtype: torch
     for parameter in large.parameters():
         parameter.data.zero_()
     heads = _heads(old, new)
-    shrink = math.sqrt(old.hidden_size / new.hidden_size)  # zeros in the mean square make the norm too large
+    shrink = math.sqrt(old.hidden_size / new.hidden_size)  # zeros lower the mean square, so normed states grow
     for i, layer in enumerate(small.model.layers):
         target = large.model.layers[i]
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -66,13 +66,13 @@ def grow(small: LlamaForCausalLM, config: LlamaConfig, device: str, dtype: torch
 
 
 class _heads:
-    """Where each row of a projection goes: heads keep their key head, and dimensions their rotation."""
+    """The new row of each row of a projection: heads keep their key head, and dimensions keep their rotation."""
 
     def __init__(self, old: LlamaConfig, new: LlamaConfig):
         group_old = old.num_attention_heads // old.num_key_value_heads
         group_new = new.num_attention_heads // new.num_key_value_heads
         places = [h // group_old * group_new + h % group_old for h in range(old.num_attention_heads)]
-        # Frequency i of n turns by theta ** (-i / n), which is frequency i * m / n of m.
+        # Frequency i of n rotates by theta ** (-i / n), which is frequency i * m / n of m.
         half_old, half_new = old.head_dim // 2, new.head_dim // 2
         turned = [i * half_new // half_old for i in range(half_old)]
         turned += [half_new + i for i in turned]
@@ -93,7 +93,7 @@ def _put_heads(target: Tensor, source: Tensor, rows: list[int]) -> None:
 
 
 def large_config(small: LlamaConfig, **shape: int) -> LlamaConfig:
-    """The shape, with what the function of the small model needs: its base of rotation and its epsilon."""
+    """A config of this shape with the small model's rotary base, and its epsilon scaled to the new hidden size."""
     hidden = shape["hidden_size"]
     return LlamaConfig(
         **shape,
@@ -106,8 +106,8 @@ def large_config(small: LlamaConfig, **shape: int) -> LlamaConfig:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("small", help="shelf name or folder of a Llama")
-    parser.add_argument("--output", default="grown", help="folder")
+    parser.add_argument("small", help="demo model or folder of a Llama")
+    parser.add_argument("--output", default="grown", help="folder to write")
     asked = parser.parse_args()
     grown(asked.small, "cpu").save_pretrained(asked.output)
     AutoTokenizer.from_pretrained(source(asked.small)).save_pretrained(asked.output)

@@ -1,9 +1,9 @@
-"""Where the time of a method goes once it has settled: tokens/s, and milliseconds of a pass for guessing and scoring.
+"""Steady-state times of methods: tokens/s, and milliseconds per pass for drafting, scoring and the other steps.
 
     python benchmarks/head_times.py smollm2-135m-instruct --prompts spec_bench.jsonl -m plain -m eagle3 -m mtp
 
-One request at a time. Methods take turns, and of several rounds the best counts: in the first ones kernels are compiled
-and graphs captured. Prompts are left out of the times, because a prompt that was seen before costs next to nothing.
+Requests run one at a time. Methods take turns, and the best of several rounds counts, because the first ones compile
+kernels and capture graphs. The times exclude prefill, because a prompt that is cached costs next to nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outpace.prompts import tasks
 
 
 def answered(model: Model, prompts: list[tasks.Prompt], method: str, max_tokens: int) -> Stats:
-    """All prompts, one after the other; what the passes took is in the counts."""
+    """Answer all prompts one after another, and merge their statistics, which include the times of the passes."""
     done = [model.generate(tasks.encode(prompt, model), method=method, max_tokens=max_tokens) for prompt in prompts]
     return reduce(Stats.merge, (completion.stats for completion in done))
 
@@ -45,10 +45,10 @@ def row(method: str, stats: Stats, plain: float) -> str:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Shelf name or folder.")],
-    method: Annotated[list[str], typer.Option("--method", "-m", help="As `outpace generate` takes it.")],
-    prompts: Annotated[Path | None, typer.Option(help="JSONL; default: the small set of the package.")] = None,
-    limit: Annotated[int, typer.Option(help="Prompts of each task.")] = 1,
+    model: Annotated[str, typer.Argument(help="Demo model or folder.")],
+    method: Annotated[list[str], typer.Option("--method", "-m", help="Method, as for `outpace generate`; repeatable.")],
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file; default: built-in prompts.")] = None,
+    limit: Annotated[int, typer.Option(help="Number of prompts per task.")] = 1,
     max_tokens: int = 128,
     rounds: int = 4,
 ) -> None:
@@ -60,7 +60,7 @@ def main(
             seen[spec].append(answered(target, found, spec, max_tokens))
     best = {spec: max(of, key=lambda stats: stats.tokens / spent(stats)) for spec, of in seen.items()}
     plain = best["plain"].tokens / spent(best["plain"])
-    typer.echo("| method | tokens/s | x plain | tokens per pass | ms a pass: draft | score | verify | keep |")
+    typer.echo("| method | tokens/s | x plain | tokens per pass | ms per pass: draft | score | verify | keep |")
     typer.echo("|" + "---|" * 8)
     for spec, stats in best.items():
         typer.echo(row(spec, stats, plain))

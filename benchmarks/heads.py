@@ -1,10 +1,10 @@
-"""What drafters are worth on each task of Spec-Bench: tokens per pass, and how often a guess at each depth is right.
+"""The value of drafters on each task of Spec-Bench: tokens per pass, and the acceptance rate at each depth.
 
     python benchmarks/heads.py smollm2-135m-instruct --prompts spec_bench.jsonl \
         -m eagle3 -m "eagle3:nodes=60,depth=8" -m "graft:nodes=32,inner=eagle3" --update docs/results/heads.md
 
-Counts, not times: they are the same on every machine, so many requests run together. With `--check`, every answer is
-compared with plain decoding's.
+These are counts, not times, and the same on every machine, so many requests run together. With `--check`, every answer
+is compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from outpace.bench.markers import update
 from outpace.core.stats import Stats
 from outpace.prompts import tasks
 
-PLACE = "heads"  # of the table in the document
+PLACE = "heads"  # name of the table's markers in the document
 
 
 def counted(model: Model, prompts: list[tasks.Prompt], **given: Any) -> tuple[dict[str, Stats], list[list[int]]]:
-    """Merged counts of each task, and the answers."""
+    """Answer the prompts; return the merged counts of each task, and the answers."""
     done = model.generate([tasks.encode(prompt, model) for prompt in prompts], **given)
     by = defaultdict[str, list[Stats]](list)
     for prompt, completion in zip(prompts, done, strict=True):
@@ -49,18 +49,18 @@ def row(name: str, by: dict[str, Stats], names: list[str]) -> str:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Shelf name or folder.")],
-    method: Annotated[list[str], typer.Option("--method", "-m", help="As `outpace generate` takes it.")],
-    prompts: Annotated[Path | None, typer.Option(help="JSONL; default: the small set of the package.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Prompts of each task.")] = None,
+    model: Annotated[str, typer.Argument(help="Demo model or folder.")],
+    method: Annotated[list[str], typer.Option("--method", "-m", help="Method, as for `outpace generate`; repeatable.")],
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file; default: built-in prompts.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of prompts per task.")] = None,
     max_tokens: int = 128,
     temperature: float = 0.0,
-    verifier: Annotated[str | None, typer.Option(help="match or residual; default: what the method asks for.")] = None,
+    verifier: Annotated[str | None, typer.Option(help="match or residual; default: the method's own.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model, for methods that need one.")] = None,
-    rows: Annotated[int, typer.Option(help="Requests at a time.")] = 16,
+    rows: Annotated[int, typer.Option(help="Batch size.")] = 16,
     check: bool = False,
-    update_: Annotated[Path | None, typer.Option("--update", help="Document whose table is written.")] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Counts as a file.")] = None,
+    update_: Annotated[Path | None, typer.Option("--update", help="Document to write the table to.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="File to write the counts to.")] = None,
 ) -> None:
     target, small = outpace.load(model), outpace.load(draft) if draft else None
     target.max_batch = rows
@@ -80,7 +80,7 @@ def main(
         counts[spec] = {task: vars(stats) for task, stats in by.items()}
         typer.echo(f"{lines[-1]} {time.perf_counter() - start:.0f} s")
         target.clear_cache()
-    head = f"| method | {' | '.join(names)} | all | right | at each depth |"
+    head = f"| method | {' | '.join(names)} | all | accepted | at each depth |"
     table = [head, "|" + "---|" * (len(names) + 4), *lines]
     typer.echo("\n".join(table))
     if as_json is not None:

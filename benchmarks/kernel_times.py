@@ -1,10 +1,10 @@
-"""How near the kernels come to the speed of memory, over a grid of tile sizes; names the best.
+"""Kernel benchmark: how close the kernels come to the memory bandwidth over a grid of tile sizes, and the best sizes.
 
     python benchmarks/kernel_times.py --quick
 
-Times are of CUDA graphs of several launches over different copies of the data, so that neither launches nor the L2
-cache count. GB/s are of the bytes that must be read at least, and % of a plain copy's bytes per second, read and
-written, in the same run. Tiles are tuned at the largest number of rows of a bucket, and hold for all of it.
+Times are from CUDA graphs of several launches over different copies of the data, so that neither the launches nor the
+L2 cache affect them. GB/s counts the fewest bytes that must be read; % is relative to the bytes per second of a plain
+copy, read and written, in the same run. Tiles are tuned for the most rows of a bucket, and used for the whole bucket.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ SHAPES = {
 }
 BUCKETS = {16: (1, 8, 16), 64: (64,)}  # rows that share a tile size
 HEADS, KV_HEADS, DIM = 32, 8, 128
-QUICK = 10  # tile sizes of a quick run
-COLD = 2**28  # bytes that no L2 cache holds a useful part of
+QUICK = 10  # number of tile sizes in a quick run
+COLD = 2**28  # bytes, far more than any L2 cache holds
 
 
 def say(*cells: object) -> None:
-    """A line at once: a run that is broken off has shown something."""
+    """Print a line at once, so that an interrupted run has shown results."""
     sys.stdout.write("  ".join(str(cell) for cell in cells) + "\n")
     sys.stdout.flush()
 
 
 def timed(calls: Calls) -> float:
-    """Milliseconds of one of `calls`: the median of replays of a graph of all."""
+    """Milliseconds of one of `calls`: the median over replays of a graph of all of them."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def timed(calls: Calls) -> float:
 
 
 def tried(calls: Calls) -> float:
-    """The same; endless if the tiles do not fit the machine."""
+    """Like `timed`, but infinite if the tiles do not fit the machine."""
     try:
         return timed(calls)
     except Exception as error:
@@ -89,7 +89,7 @@ def speed(size: int, ms: float, copy: float) -> str:
 
 
 def grid(n: int, k: int, t: int, quick: bool) -> list[LinearTiles]:
-    """Tile sizes worth a try: they fit, fill the machine, and keep enough bytes on their way. The usual ones first."""
+    """Tile sizes worth trying: they fit, fill the GPU, and keep enough bytes in flight. The default comes first."""
     rows, found = linear.bucket(t), []
     sizes = itertools.product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4), (4, 8), (3, 4, 5, 6))
     for block_n, block_k, split, warps, stages in sizes:
@@ -102,14 +102,14 @@ def grid(n: int, k: int, t: int, quick: bool) -> list[LinearTiles]:
             found.append(LinearTiles(block_n, block_k, split, warps, stages))
     random.Random(0).shuffle(found)
     tiles = [(c.block_n, c.block_k) for c in found]
-    turn = {c: tiles[:i].count(tiles[i]) for i, c in enumerate(found)}  # one of each tile, then the next of each
+    turn = {c: tiles[:i].count(tiles[i]) for i, c in enumerate(found)}  # one of each tile size, then the next of each
     usual = linear.choose(n, k, t)
     found = [usual] + [c for c in sorted(found, key=turn.__getitem__) if c != usual]
     return found[:QUICK] if quick else found
 
 
 def data(sizes: list[int], k: int) -> list[list[Tensor]]:
-    """The matrices, as often as it takes to fill the cache with others before they come again."""
+    """Make enough copies of the matrices that each one leaves the cache before it is used again."""
     copies = max(1, -(-COLD // (2 * k * sum(sizes))))
     make = dict(dtype=torch.bfloat16, device="cuda")
     return [[torch.randn(n, k, **make) * 0.02 for n in sizes] for _ in range(copies)]  # type: ignore[arg-type]
@@ -139,15 +139,15 @@ def linears(copy: float, quick: bool, until: float) -> None:
             if not found or time.perf_counter() < stop:
                 found[config] = tried(calls_of(inputs[bucket], copies, config))
         best, usual = min(found, key=found.__getitem__), configs[0]
-        say(
-            f"\n{name}: {sizes} x {k}, up to {bucket} rows, best of {len(found)}/{len(configs)}: {best}; usual: {usual}"
-        )
+        say(f"\n{name}: {sizes} x {k}, <= {bucket} rows, best of {len(found)}/{len(configs)}: {best}; default: {usual}")
         for config in sorted(found, key=found.__getitem__)[:4]:
             say(f"    {found[config]:8.4f} ms", config)
         for t, x in inputs.items():
             times = [timed(torch_calls(x, copies))] + [tried(calls_of(x, copies, c)) for c in (usual, best)]
-            told = (f"{who} {speed(size, ms, copy)}" for who, ms in zip(("torch", "usual", "best"), times, strict=True))
-            say(f"  {t:3} rows:", *told)
+            lines = (
+                f"{who} {speed(size, ms, copy)}" for who, ms in zip(("torch", "default", "best"), times, strict=True)
+            )
+            say(f"  {t:3} rows:", *lines)
         del copies
 
 
@@ -167,7 +167,7 @@ def cuts(q: Tensor, pool: Tensor, jobs: int, quick: bool) -> Iterator[attention.
 
 
 def pass_of(context: int, tokens: int, batch: int) -> attention.PassVisibility:
-    """Every job a chain of `tokens` over `context` entries."""
+    """A pass in which each request has a chain of `tokens` over `context` cache entries."""
     room = context + 64
     jobs = torch.tensor([[b * tokens, tokens, b * room, context] for b in range(batch)], device="cuda")
     words = [(1 << i + 1) - 1 for i in range(tokens)]
@@ -189,23 +189,23 @@ def attentions(copy: float, quick: bool) -> None:
         copies = max(1, min(64, -(-COLD // size)))
         shape = (batch * (context + 64), 2, KV_HEADS, DIM)
         pools = [torch.randn(shape, **make) for _ in range(copies)]  # type: ignore[call-overload]
-        say(f"\nattention: {batch} sequences of {context}, {HEADS} heads, {KV_HEADS} key heads, {DIM} dimensions")
+        say(f"\nattention: {batch} sequences of {context}, {HEADS} heads, {KV_HEADS} key-value heads, {DIM} dimensions")
         for tokens in (1, 8, 64):
             q = torch.randn(batch * tokens, HEADS, DIM, **make)  # type: ignore[call-overload]
             seen, found = pass_of(context, tokens, batch), {}
             for cut in cuts(q, pools[0][:, 0], batch, quick):
                 found[cut] = tried(attend_calls(q, pools * max(1, 4 // copies), seen, cut))
             usual, best = next(iter(found)), min(found, key=found.__getitem__)
-            told = (f"{who} {speed(size, found[c], copy)}" for who, c in (("usual", usual), ("best", best)))
-            say(f"  {tokens:3} rows:", *told, best)
+            lines = (f"{who} {speed(size, found[c], copy)}" for who, c in (("default", usual), ("best", best)))
+            say(f"  {tokens:3} tokens:", *lines, best)
         del pools
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How near the kernels come to the speed of memory.")
-    parser.add_argument("--quick", action="store_true", help="few tile sizes for each shape")
-    parser.add_argument("--seconds", type=float, default=120, help="about how long it may take")
-    parser.add_argument("--only", choices=("linear", "attention"), help="one of the two")
+    parser = argparse.ArgumentParser(description="Compare the speed of the kernels with the memory bandwidth.")
+    parser.add_argument("--quick", action="store_true", help="try few tile sizes for each shape")
+    parser.add_argument("--seconds", type=float, default=120, help="approximate time limit")
+    parser.add_argument("--only", choices=("linear", "attention"), help="measure only these kernels")
     return parser.parse_args(arguments)
 
 

@@ -1,12 +1,13 @@
-"""Prompts of the kinds that people ask a chat model: about texts as long as a page, short questions, translations.
+"""Training prompts like those of chat users: about texts of up to a page, short questions, and translations.
 
     python benchmarks/readings.py articles --output articles.jsonl
     outpace train data MODEL --prompts articles.jsonl --temperature 0.8 --output own.jsonl
     python benchmarks/readings.py readings MODEL own.jsonl --texts english.txt --foreign german.txt --output asked.jsonl
     outpace train data MODEL --prompts asked.jsonl --longest-prompt 1300 --output answers.jsonl
 
-Prompts that a small model thinks of are a sentence or two. A head that has only seen those guesses badly where answers
-quote a long text, or a foreign one. The texts are files of anybody's, and what the model has written itself, if given.
+The prompts that a small model writes are a sentence or two. A head that is trained only on those drafts badly where
+answers quote a long text or one in another language. The texts are any plain-text files, and optionally what the model
+has written itself.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from outpace.api import demo_weights
 from outpace.train.data.records import TextRecord, read
 
 app = typer.Typer(help=__doc__, add_completion=False, rich_markup_mode=None)
-SHORTEST = 60  # tokens of an answer that is worth quoting
-LONGEST = 4500  # characters of what a prompt quotes
-PARAGRAPH = 200  # characters that make a paragraph of a file worth quoting
+SHORTEST = 60  # least tokens of an answer to quote
+LONGEST = 4500  # most characters that a prompt quotes
+PARAGRAPH = 200  # least characters of a paragraph to quote
 
 KINDS = ("a news article", "a newspaper report", "an encyclopedia article")
 EVENTS = (
@@ -75,7 +76,7 @@ NAME = re.compile(r"\b[A-Z][a-z]+(?: (?:of |the )*[A-Z][a-z]+)+")
 
 @dataclass(frozen=True)
 class Sources:
-    """What prompts are made of."""
+    """The material for the prompts."""
 
     pairs: list[tuple[str, str]]  # a question and its answer
     texts: list[str]  # passages
@@ -88,7 +89,7 @@ def read_text(sources: Sources, draw: random.Random) -> list[str]:
 
 
 def answered(sources: Sources, draw: random.Random) -> list[str]:
-    """A question behind passages: one that one of them answers, or one about a name that is in them."""
+    """Passages followed by a question: one that a passage answers, or one about a name in them."""
     if sources.pairs and draw.random() < 0.3:
         chosen = draw.sample(sources.pairs, draw.randint(2, 4))
         return ["\n".join(answer for _, answer in chosen)[:LONGEST] + f"\n{draw.choice(chosen)[0]}"]
@@ -120,7 +121,7 @@ def _question(names: list[str], draw: random.Random) -> str:
 
 
 def _some(texts: list[str], draw: random.Random, most: int) -> list[str]:
-    """Passages that follow each other, as in an article, up to a page."""
+    """Choose consecutive passages, as in an article, up to a page."""
     start, chosen = draw.randrange(len(texts)), list[str]()
     for text in texts[start : start + draw.randint(1, most)]:
         if sum(map(len, chosen)) + len(text) <= LONGEST or not chosen:
@@ -129,7 +130,7 @@ def _some(texts: list[str], draw: random.Random, most: int) -> list[str]:
 
 
 def paragraphs(file: Path, shortest: int) -> list[str]:
-    """Of a plain text; WikiText's marks are taken out."""
+    """Read the paragraphs of a plain text, without WikiText's markup."""
     lines = re.sub(r" @(.)@ ", r"\1", file.read_text(encoding="utf-8")).replace(" <unk>", "").splitlines()
     lines = [re.sub(r" ([.,;:)'])", r"\1", line).replace("( ", "(").strip() for line in lines]
     return [line for line in lines if len(line) >= shortest and not line.startswith("=")]
@@ -142,8 +143,8 @@ def write(output: Path, prompts: Iterable[list[str]]) -> None:
 
 
 @app.command()
-def articles(output: Annotated[Path, typer.Option(help="The file to write.")]) -> None:
-    """Prompts for texts that can be quoted."""
+def articles(output: Annotated[Path, typer.Option(help="File to write.")]) -> None:
+    """Write prompts that ask for texts, to be quoted later."""
     asked = "Write {kind} about {event} in {place}. Name people and places, and quote what they said."
     every = itertools.product(KINDS, EVENTS, PLACES)
     write(output, ([asked.format(kind=kind, event=event, place=place)] for kind, event, place in every))
@@ -151,15 +152,15 @@ def articles(output: Annotated[Path, typer.Option(help="The file to write.")]) -
 
 @app.command()
 def readings(
-    model: Annotated[str, typer.Argument(help="Shelf name or folder: whose tokenizer wrote the data.")],
-    output: Annotated[Path, typer.Option(help="The file to write.")],
-    texts: Annotated[list[Path], typer.Option(help="Plain texts to quote, a paragraph a line.")],
-    foreign: Annotated[Path, typer.Option(help="A plain text in another language, a few sentences a line.")],
+    model: Annotated[str, typer.Argument(help="Demo model or folder: the tokenizer of the data.")],
+    output: Annotated[Path, typer.Option(help="File to write.")],
+    texts: Annotated[list[Path], typer.Option(help="Plain text to quote, one paragraph per line; repeatable.")],
+    foreign: Annotated[Path, typer.Option(help="Plain text in another language, a few sentences per line.")],
     data: Annotated[list[Path] | None, typer.Argument(help="Files of `outpace train data`.")] = None,
-    count: Annotated[int, typer.Option(help="Prompts.")] = 1500,
+    count: Annotated[int, typer.Option(help="Number of prompts.")] = 1500,
     seed: int = 0,
 ) -> None:
-    """Prompts that quote texts, and such as need none."""
+    """Write prompts that quote texts, and some that do not."""
     tokenizer = AutoTokenizer.from_pretrained(demo_weights.folder(model) if model in demo_weights.SHELF else model)
 
     def said(record: TextRecord) -> tuple[str, str]:

@@ -1,11 +1,12 @@
-"""How well a model's own layers guess for it: by exit, by block of layers left out, and by search.
+"""How well a model's own layers draft for it: by early exit, by block of layers left out, and by search.
 
     python benchmarks/self_speculation.py --output docs/images/self-speculation.png
 
-The model answers some prompts plainly; then every draft is asked, at each place of those answers, what it would choose.
-That decides how many tokens a pass of greedy decoding commits (`outpace/layers.py`), so no clock is involved. The cost
-of a guess is the share of the model's weights that it reads. It pays when it is right more often than it costs. Layers
-to leave out are chosen on the first prompt of every task, and all drafts are judged on the others.
+The model answers some prompts with plain decoding; then every draft predicts each token of those answers. That
+determines how many tokens a pass of greedy decoding commits (`outpace/drafting/layer_search.py`), so nothing is timed.
+The cost of a draft token is the share of the model's weights that it reads. Drafting pays if the acceptance rate is
+higher than that cost. The layers to leave out are chosen on the first prompt of every task, and all drafts are measured
+on the others.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ KINDS = {"exit": "first layers (layerskip)", "block": "without a block (pruned)"
 
 @dataclass(frozen=True)
 class Point:
-    """One draft."""
+    """The results of one draft."""
 
     kind: str
-    layers: str  # that it has
+    layers: str  # that the draft has
     count: int
-    share: float  # of a pass that a guess costs
+    share: float  # cost of a draft token, in passes
     matches: Matches
 
     @property
@@ -53,21 +54,21 @@ class Point:
 
     @property
     def best(self) -> tuple[float, int]:
-        """Tokens for the price of a pass at the depth that gives most, and that depth."""
+        """Tokens per cost of one pass at the best depth, and that depth."""
         return max((gain(self.matches, self.share, depth), depth) for depth in DEPTHS)
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Shelf name, folder or hub id.")] = "smollm2-135m-instruct",
-    exits: Annotated[int, typer.Option(help="Exits to try, evenly spread.")] = 10,
-    remove: Annotated[list[int], typer.Option(help="Layers to leave out; may be repeated.")] = [1, 2, 3, 4, 6, 8],  # noqa: B006
-    search: Annotated[list[int], typer.Option(help="The same, by search; may be repeated.")] = [2, 4, 6],  # noqa: B006
-    tries: Annotated[int, typer.Option(help="Sets of layers that each search looks at.")] = 16,
-    task: Annotated[list[str], typer.Option(help="Tasks of `outpace bench`; may be repeated.")] = TASKS,
-    limit: Annotated[int, typer.Option(help="Prompts per task to judge by.")] = 2,
+    model: Annotated[str, typer.Option(help="Demo model, folder or Hugging Face id.")] = "smollm2-135m-instruct",
+    exits: Annotated[int, typer.Option(help="Number of exits to try, evenly spaced.")] = 10,
+    remove: Annotated[list[int], typer.Option(help="Layers in a block to leave out; repeatable.")] = [1, 2, 3, 4, 6, 8],  # noqa: B006
+    search: Annotated[list[int], typer.Option(help="Layers to leave out by search; repeatable.")] = [2, 4, 6],  # noqa: B006
+    tries: Annotated[int, typer.Option(help="Number of layer sets that each search tries.")] = 16,
+    task: Annotated[list[str], typer.Option(help="Task of `outpace bench`; repeatable.")] = TASKS,
+    limit: Annotated[int, typer.Option(help="Number of prompts per task to measure on.")] = 2,
     tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 24,
-    context: Annotated[int, typer.Option(help="Last tokens of each prompt that are read.")] = 64,
-    output: Annotated[Path | None, typer.Option(help="Where the plot goes, as .png or .svg.")] = None,
+    context: Annotated[int, typer.Option(help="Number of tokens to keep at the end of each prompt.")] = 64,
+    output: Annotated[Path | None, typer.Option(help="File for the plot, .png or .svg.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
 ) -> None:
@@ -90,15 +91,15 @@ def main(
         probes, fewer = Probes(chosen, judged, tries), [count for count in remove if count < stack]
         found = list(points(probes, layers, fewer, search, lambda: progress.advance(bar)))
     places = sum(map(len, found[0].matches))
-    print(f"{lm.name}: {stack} layers, {len(judged.samples)} answers of {tokens} tokens, {places} places\n")  # noqa: T201
+    print(f"{lm.name}: {stack} layers, {len(judged.samples)} answers of {tokens} tokens, {places} tokens\n")  # noqa: T201
     print(table(found))  # noqa: T201
     if output is not None:
-        plot(found, output, f"{lm.name}, {places} places of its own greedy answers")
+        plot(found, output, f"{lm.name}, {places} tokens of its own greedy answers")
 
 
 @dataclass(frozen=True)
 class Probes:
-    """Texts on which layers are chosen, and others on which they are judged."""
+    """Texts on which layers are chosen, and others on which drafts are measured."""
 
     chosen: LayerProbe
     judged: LayerProbe
@@ -123,7 +124,7 @@ def points(
 
 def table(found: list[Point]) -> str:
     lines = [
-        "| draft | layers | cost of a guess | right | tokens per pass, depth 4 | tokens per pass's cost, best depth |"
+        "| draft | layers | cost of a draft token | accepted | tokens per pass, depth 4 | tokens per cost, best depth |"
     ]
     lines.append("|---|---|---|---|---|---|")
     for p in found:
@@ -140,14 +141,14 @@ def plot(found: list[Point], path: Path, title: str) -> None:
     axes = figure.add_subplot()
     axes.fill_between([0, 1], [0, 1], [1, 1], color="#2f6fdb", alpha=0.07, linewidth=0)
     axes.plot([0, 1], [0, 1], color="#777777", linewidth=1, linestyle="--")
-    axes.text(0.03, 0.95, "pays: right more often than it costs", fontsize=9, color="#555555", va="top")
+    axes.text(0.03, 0.95, "pays: acceptance exceeds the cost", fontsize=9, color="#555555", va="top")
     for (kind, label), marker, color in zip(KINDS.items(), "oD^", ("#2f6fdb", "#d9822b", "#2b8a3e"), strict=True):
         own = [p for p in found if p.kind == kind]
         axes.plot([p.share for p in own], [p.agreement for p in own], marker=marker, label=label, color=color)
         aside = (-12, 5) if kind == "search" else (4, -10)
         for p in own:
             axes.annotate(str(p.count), (p.share, p.agreement), textcoords="offset points", xytext=aside, fontsize=7)
-    axes.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="cost of a guess, in passes", ylabel="share of right guesses")
+    axes.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="cost of a draft token, in passes", ylabel="acceptance rate")
     axes.set_title(f"{title}; numbers are layers", fontsize=9)
     axes.grid(linewidth=0.4)
     axes.legend(fontsize=8, loc="center left")

@@ -1,10 +1,10 @@
-"""Drafts for one target, with its own tokenizer or another one, next to Transformers' assisted generation.
+"""Draft models for one target, with the same or another tokenizer, against Transformers' assisted generation.
 
 python benchmarks/universal.py --target QWEN_1_5B --draft smollm2-135m-instruct --draft QWEN_0_5B
 
-All contestants answer each prompt in turn, in every round in another order. Tokens per pass counts the passes of the
-target, that of the prompt among them; tokens/s is the median over rounds of all answers of a kind, prompts included.
-When sampling, Transformers draws other texts: compare rates, not answers.
+All contestants answer each prompt in turn, in a different order each round. Tokens per pass counts the passes of the
+target, including prefill; tokens/s is the median over rounds of all answers of a kind, with prefill. When sampling,
+Transformers draws different texts: compare rates, not answers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def say(line: str) -> None:
 
 
 class Answer(NamedTuple):
-    """Tokens of an answer, and the passes of the target that they took."""
+    """The tokens of an answer, and the number of target passes that they took."""
 
     tokens: list[int]
     passes: int
@@ -50,12 +50,12 @@ class Answer(NamedTuple):
 
 @dataclass
 class Contestant:
-    """A way to answer, and what it took."""
+    """A way to answer, with its times and answers."""
 
     name: str
     answer: Callable[[list[int]], Answer]
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # by kind, of each round
-    answers: dict[str, list[Answer]] = field(default_factory=dict)  # by kind, of the last round
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # by kind of prompt, for each round
+    answers: dict[str, list[Answer]] = field(default_factory=dict)  # by kind of prompt, from the last round
 
     def run(self, kind: str, prompts: list[list[int]]) -> None:
         start = time.perf_counter()
@@ -72,12 +72,12 @@ class Contestant:
 
 
 class Transformers:
-    """`generate` of Transformers, alone or with an assistant; the passes of the target are counted."""
+    """Transformers' `generate`, alone or with an assistant, with a count of the target's passes."""
 
     def __init__(self, target: outpace.Model, draft: outpace.Model | None, settings: dict[str, Any]):
         self.model, self.settings, self.passes = target.lm.model, dict(settings), 0
         if draft is not None:
-            # With another tokenizer and sampling, Transformers changes its assistant for good.
+            # With another tokenizer and sampling, Transformers modifies the assistant permanently.
             self.settings["assistant_model"] = copy.deepcopy(draft.lm.model)
             if isinstance(target.draft_of(draft), TranslatedLM):
                 self.settings |= {"tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
@@ -101,7 +101,7 @@ class Transformers:
 def ours(
     target: outpace.Model, asked: argparse.Namespace, name: str, draft: outpace.Model | None = None, **options: Any
 ) -> Callable[[list[int]], Answer]:
-    """A method that has learned nothing from earlier answers: those of all rounds are the same."""
+    """Answer with a new method and no cache each time, so that all rounds are the same."""
     if draft is not None:
         options["draft"] = target.draft_of(draft)
 
@@ -127,7 +127,7 @@ def contestants(target: outpace.Model, drafts: dict[str, outpace.Model], asked: 
         lm = target.draft_of(draft)
         ways = ("tokens", "text") if isinstance(lm, TranslatedLM) else ("auto",)
         if isinstance(lm, TranslatedLM):
-            say(f"{name}: shared tokens spell {lm.pair.overlap:.0%} of a text, by the estimate that `auto` goes by")
+            say(f"{name}: shared tokens cover {lm.pair.overlap:.0%} of a text, by the estimate that `auto` uses")
         for way in ways:
             label = f"`draft` {name}" + (f", align={way}" if way != "auto" else "")
             answer = ours(target, asked, "draft", draft, align=way, depth=asked.depth)
@@ -170,7 +170,7 @@ def main(asked: argparse.Namespace) -> None:
         for kind in prompts:
             for one in order:
                 one.run(kind, prompts[kind] if turn else prompts[kind][:1])
-        if not turn:  # it warmed up
+        if not turn:  # end of the warm-up
             for one in everyone:
                 one.seconds.clear()
     say(f"{asked.target}, {asked.tokens} tokens at most, temperature {asked.temperature}, {asked.rounds} rounds")
@@ -179,12 +179,12 @@ def main(asked: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="folder, shelf name or hub id")
-    parser.add_argument("--draft", action="append", required=True, help="the same; may be repeated")
+    parser.add_argument("--target", required=True, help="demo model, folder or Hugging Face id")
+    parser.add_argument("--draft", action="append", required=True, help="draft model; repeatable")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit", type=int, default=3, help="prompts of each kind")
+    parser.add_argument("--limit", type=int, default=3, help="prompts per kind")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default=None)
     main(parser.parse_args())

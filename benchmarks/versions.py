@@ -1,11 +1,11 @@
-"""Two versions of the package side by side: the same work, in turn, each in a process of its own that stays warm.
+"""Comparison of two versions of the package: the same work in turn, each version in its own warm process.
 
     git worktree add build/old COMMIT
     python benchmarks/versions.py --other build/old                  # SmolLM2 in float32, on a CPU
-    python benchmarks/versions.py --other build/old --shape 8b       # a random Llama of that shape, on a GPU
+    python benchmarks/versions.py --other build/old --shape 8b       # a random Llama with that shape, on a GPU
 
-The random model continues every token with one other token, far likelier than all the rest, so no near ties make texts
-differ. The drafts of `oracle` know that token, cost nothing, and are right with a given probability.
+The random model continues every token with one other token, far likelier than all the rest, so that no near ties make
+texts differ. The drafts of `oracle` know that token, cost nothing, and are correct with a given probability.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-SHAPES = {  # hidden size, size of the feed-forward layers, layers, heads, heads of keys
+SHAPES = {  # hidden size, feed-forward size, layers, heads, key-value heads
     "tiny": (128, 256, 2, 4, 2),
     "8b": (4096, 14336, 32, 32, 8),
 }
@@ -37,14 +37,14 @@ EDIT = f"Repeat this text word by word: {STORY} {STORY} It found nothing there."
 
 
 def successors() -> list[int]:
-    """What the random model says after each token."""
+    """The token that the random model predicts after each token."""
     order = list(range(VOCAB))
     random.Random(0).shuffle(order)
     return order
 
 
 def random_model(shape: str, device: str) -> Any:
-    """A Llama whose last state points at the successor of the last token, whatever the layers add."""
+    """Build a Llama whose last hidden state predicts the successor of the last token, whatever the layers add."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     hidden, feedforward, layers, heads, kv_heads = SHAPES[shape]
@@ -69,7 +69,7 @@ def random_model(shape: str, device: str) -> Any:
 
 
 def found(*names: str) -> Any:
-    """The first of these modules that this version has."""
+    """Import the first of these modules that this version has."""
     for name in names:
         try:
             return importlib.import_module(name)
@@ -79,7 +79,7 @@ def found(*names: str) -> Any:
 
 
 def oracle(right: float, depth: int) -> Any:
-    """A drafter for the random model, in the words of either version."""
+    """Make a drafter for the random model, with the names of either version."""
     tree = found("outpace.core.tree", "outpace.tree")
     base, after = found("outpace.core.drafter", "outpace.drafter").Drafter, successors()
     draws = random.Random(1)
@@ -97,7 +97,7 @@ def oracle(right: float, depth: int) -> Any:
 
 
 def works_on_random(model: Any) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
-    """Name of each piece of work, and the work."""
+    """Yield the name and the function of each workload."""
     draws = random.Random(2)
     prompts = [[draws.randrange(VOCAB) for _ in range(64 + i)] for i in range(64)]
     long = [[draws.randrange(VOCAB) for _ in range(4096)] for _ in range(8)]
@@ -144,7 +144,7 @@ def works_on_text(model: Any) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
 
 
 def work(shape: str | None) -> None:
-    """In a process of one version: do what is asked for, line by line."""
+    """Run workloads by name, one per line of standard input, in the process of one version."""
     import outpace
 
     if shape is None:
@@ -152,7 +152,7 @@ def work(shape: str | None) -> None:
         works = dict(works_on_text(model))
     else:
         model = outpace.wrap(random_model(shape, "cuda" if torch.cuda.is_available() else "cpu"))
-        model.max_rows = model.max_batch = 64  # its name before and after
+        model.max_rows = model.max_batch = 64  # the old and the new name
         works = dict(works_on_random(model))
     send(list(works))
     for line in sys.stdin:
@@ -168,7 +168,7 @@ def send(what: Any) -> None:
 
 
 class Version:
-    """A process that runs one version."""
+    """A worker process that runs one version."""
 
     def __init__(self, folder: Path, shape: str | None):
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", *(["--shape", shape] if shape else [])]
@@ -190,20 +190,20 @@ class Version:
         for line in self._process.stdout:
             if line.startswith("@"):
                 return json.loads(line[1:])
-        raise SystemExit(f"a version ended with {self._process.wait()}")
+        raise SystemExit(f"a worker process ended with exit code {self._process.wait()}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--other", type=Path, help="a checkout of the other version")
-    parser.add_argument("--shape", choices=SHAPES, help="a random model of this shape, instead of SmolLM2")
+    parser.add_argument("--other", type=Path, help="checkout of the other version")
+    parser.add_argument("--shape", choices=SHAPES, help="use a random model with this shape instead of SmolLM2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
         return work(asked.shape)
     if asked.other is None:
-        parser.error("--other FOLDER: a checkout of the version to compare with")
+        parser.error("--other is missing: pass a checkout of the version to compare with")
     there, here = (
         Version(folder, asked.shape) for folder in (asked.other.resolve(), Path(__file__).resolve().parent.parent)
     )

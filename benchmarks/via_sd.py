@@ -1,10 +1,10 @@
-"""VIA-SD's speed against its price: KL divergence from the target's distribution, and the task score, at several
-thresholds.
+"""VIA-SD's speed against its loss of quality: the KL divergence from the target's distribution and the task score, at
+several thresholds.
 
     .venv/bin/python benchmarks/via_sd.py --draft small-model --calibration layers.json --plot build/via_sd.png
 
-Each point is one pair of thresholds. The exact form and the draft alone stand beside them: they cost nothing but time.
-Without a draft `suffix` guesses. `--untimed` leaves out the speed, and shows tokens per pass instead.
+Each point is one pair of thresholds. The exact form and the draft alone, which lose no quality, are shown beside them.
+Without a draft model, `suffix` drafts. `--untimed` shows tokens per pass instead of the speed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from outpace.sampling.settings import Sampling
 from outpace.verify.lossy import is_right, price
 from outpace.verify.plan import Subject, VerifyPlan
 
-POINTS = ((0.9, 0.6), (0.8, 0.5), (0.6, 0.3), (0.4, 0.2), (0.2, 0.1))  # accept and ask
+POINTS = ((0.9, 0.6), (0.8, 0.5), (0.6, 0.3), (0.4, 0.2), (0.2, 0.1))  # thresholds: accept and ask
 
 
 @dataclass(frozen=True)
 class Point:
-    """One method: what it gives and what it costs."""
+    """The speed and the quality of one method."""
 
     name: str
     lossless: bool
@@ -77,7 +77,7 @@ def measure(plan: VerifyPlan, subject: Subject, rounds: int) -> Point:
 
 
 def _speedup(plan: VerifyPlan, subject: Subject, rounds: int) -> float:
-    """Over plain decoding, tokens per second, in turn; the first time of each is not counted."""
+    """The speed-up in tokens per second over plain decoding, in alternate runs; the first run of each is a warm-up."""
     plain, rates = Subject("plain", {"method": "plain"}), dict[str, list[float]]()
     for turn in range(rounds + 1):
         for who in (plain, subject):
@@ -105,7 +105,7 @@ def plot(points: Seq[Point], path: Path) -> None:
     for axis, label, of in zip(
         axes, ("KL from the target's distribution, nats", "task score"), ("kl", "score"), strict=True
     ):
-        names = dict[tuple[float, float], list[str]]()  # points that coincide share a label
+        names = dict[tuple[float, float], list[str]]()  # coinciding points share a label
         for point in points:
             x, y = getattr(point, of), point.speedup if timed else point.tokens_per_pass
             if x is not None:
@@ -117,7 +117,7 @@ def plot(points: Seq[Point], path: Path) -> None:
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("times plain decoding" if timed else "tokens per pass")
-    figure.suptitle("VIA-SD: green keeps the distribution, red does not")
+    figure.suptitle("VIA-SD: green is lossless, red is not")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -126,14 +126,14 @@ def plot(points: Seq[Point], path: Path) -> None:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--draft", help="a draft model; without one, suffix guesses")
-    parser.add_argument("--draft-layers", help="of the model itself, that make a draft where there is no model for it")
-    parser.add_argument("--calibration", help="a file of `outpace calibrate --layers-of MODEL`")
-    parser.add_argument("--skip", type=float, default=0.45, help="share of layers left out, without a calibration")
+    parser.add_argument("--draft", help="draft model; default: none, suffix drafts")
+    parser.add_argument("--draft-layers", help="layers of the model itself that form the draft")
+    parser.add_argument("--calibration", help="file written by `outpace calibrate --layers-of MODEL`")
+    parser.add_argument("--skip", type=float, default=0.45, help="share of layers left out if there is no calibration")
     parser.add_argument("--task", action="append", help="default: math and qa, which have answers")
-    parser.add_argument("--limit", type=int, default=4, help="prompts of each task")
+    parser.add_argument("--limit", type=int, default=4, help="prompts per task")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=200, help="draws of which the KL divergence is estimated")
+    parser.add_argument("--samples", type=int, default=200, help="draws per prompt for the KL divergence")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--untimed", action="store_true")
     parser.add_argument("--plot", type=Path)

@@ -1,4 +1,4 @@
-"""SmolLM2 answers plainly and speculatively, in two runtimes: the texts are equal, and one is faster. Run: make demo"""
+"""SmolLM2 with plain and speculative decoding in two runtimes: equal texts, less time. Run it with `make demo`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ TOKENS = 96
 ROUNDS = 3
 METHODS = ("plain", "auto")
 RUNTIMES = {
-    "GGUF": "smollm2-135m-instruct.gguf",  # 4 bits, run by llama.cpp: what is fast on a CPU
-    "torch": "smollm2-135m-instruct",  # float32, a Transformers model: what trains, and what GPUs run
+    "GGUF": "smollm2-135m-instruct.gguf",  # 4 bits, run by llama.cpp: fast on a CPU
+    "torch": "smollm2-135m-instruct",  # float32, a Transformers model: for training and GPUs
 }
 
 
 class Result(NamedTuple):
-    """One prompt in one runtime."""
+    """The results for one prompt in one runtime."""
 
     runtime: str
     prompt: str
@@ -53,13 +53,13 @@ class Result(NamedTuple):
 def main() -> None:
     console, results = Console(), list[Result]()
     for runtime, model in RUNTIMES.items():
-        with console.status(f"loading {model}; the first time it is downloaded and compiled"):
+        with console.status(f"loading {model} (downloads and compiles it the first time)"):
             lm = outpace.load(model)
-            lm.generate("Warm up.", max_tokens=8)  # measures, once, what passes cost here
+            lm.generate("Warm up.", max_tokens=8)  # measures, once, the cost of passes on this machine
         for name, prompt in PROMPTS.items():
             results.append(show(console, lm, runtime, name, prompt))
-    console.rule("[bold]what happened")
-    console.print("Green text was guessed from the prompt and the answer so far, and accepted by the model.")
+    console.rule("[bold]results")
+    console.print("Green text was drafted from the prompt and the answer so far, and accepted by the model.")
     console.print(table_of(results))
     plain, auto = (sum(result.seconds[method] for result in results) for method in METHODS)
     gains = ", ".join(f"{r.prompt} in {r.runtime} {r.speedup:.2f}" for r in results)
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def show(console: Console, lm: outpace.Model, runtime: str, name: str, prompt: str) -> Result:
-    """One answer as it comes, then the same by each method in turn, for the clock."""
+    """Stream one answer, then time the same answer by each method in turn."""
     console.rule(f"[bold]{name}, {runtime}")
     console.print(prompt, style="dim", markup=False)
     chat = [{"role": "user", "content": prompt}]
@@ -79,11 +79,11 @@ def show(console: Console, lm: outpace.Model, runtime: str, name: str, prompt: s
     console.print()
     spent: dict[str, list[float]] = {method: [] for method in METHODS}
     done: dict[str, outpace.Completion] = {}
-    with console.status("timing it"):
+    with console.status("measuring"):
         for _ in range(ROUNDS):
             for method in METHODS:
                 lm.clear_cache()
-                fresh = registry.method(method)  # one that has not seen this answer before
+                fresh = registry.method(method)  # a new one, which has not seen this answer
                 start = time.perf_counter()
                 done[method] = lm.generate(chat, method=fresh, max_tokens=TOKENS)
                 spent[method].append(time.perf_counter() - start)

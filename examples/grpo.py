@@ -1,12 +1,12 @@
-"""GRPO with speculative rollouts: SmolLM2 learns to count from a rule, and an MTP head that is frozen drafts for it.
+"""GRPO with speculative rollouts: SmolLM2 learns to count from a rule, and a frozen MTP head drafts for it.
 
-    python examples/grpo.py --head FOLDER --steps 40 --plot build/grpo.png      # a head of `outpace train mtp`
+    python examples/grpo.py --head FOLDER --steps 40 --plot build/grpo.png      # a head from `outpace train mtp`
     python examples/grpo.py --tiny                                             # a random model, in seconds
 
-Every step draws a group of answers to each of a few questions, scores them by the rule, and moves the policy towards
-those that are better than the others of their group. What is printed of each step: the mean reward, the entropy of the
-policy, how many guesses at each position were accepted, and how far the log-probabilities of the rollouts are from
-those of the model that is trained, which would show at once if other weights were served than those.
+Every step samples a group of answers to each of a few questions, scores them by the rule, and moves the policy towards
+the better answers of each group. It prints the mean reward, the entropy of the policy, the share of draft tokens
+accepted at each position, and how far the log-probabilities of the rollouts are from those of the trained model. That
+difference would show at once if the rollouts came from other weights.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from outpace.api.rollouts import Rollout, merged
 
 Reward = Callable[[Rollout], float]
 EXAMPLE = [{"role": "user", "content": "Count from 3 to 7."}, {"role": "assistant", "content": "3, 4, 5, 6, 7"}]
-IGNORED = 0  # any token: what pads a batch is masked
+IGNORED = 0  # padding, which is masked, so any token will do
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and the rule by which an answer to it is scored."""
+    """A prompt, and the rule that scores its answers."""
 
     prompt: Any
     reward: Reward
@@ -41,28 +41,28 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """What is printed of a step."""
+    """The figures that are printed for one step."""
 
     step: int
     reward: float
     entropy: float  # nats per token
-    acceptance: list[float]  # by the position of a guess
+    acceptance: list[float]  # by draft position
     tokens_per_pass: float
-    drift: float  # largest difference of log-probabilities between the rollouts and the model, before it moves
+    drift: float  # largest difference of log-probabilities between the rollouts and the model, before the update
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples side by side, padded on the right."""
+    """A batch of samples, padded on the right."""
 
     tokens: Tensor  # [samples, longest]: prompt and answer
-    answer: Tensor  # [samples, longest - 1]: which of the tokens from the second on were drawn
-    logprobs: Tensor  # [samples, longest - 1]: what they were drawn with
+    answer: Tensor  # [samples, longest - 1]: whether each token from the second on was sampled
+    logprobs: Tensor  # [samples, longest - 1]: log-probabilities at sampling
     advantages: Tensor  # [samples]
 
 
 def counts(rng: random.Random, count: int) -> list[Question]:
-    """Count from one number to another: the share of the answer's numbers that are right before the first wrong one."""
+    """Ask to count from one number to another; reward the share of correct numbers before the first wrong one."""
 
     def question(first: int, last: int) -> Question:
         wanted = [str(number) for number in range(first, last + 1)]
@@ -81,7 +81,7 @@ def counts(rng: random.Random, count: int) -> list[Question]:
 
 
 def evens(rng: random.Random, count: int) -> list[Question]:
-    """For a model without a tokenizer: the share of even tokens."""
+    """Reward the share of even tokens, for a model without a tokenizer."""
 
     def reward(answer: Rollout) -> float:
         return sum(token % 2 == 0 for token in answer.tokens) / len(answer.tokens)
@@ -90,7 +90,7 @@ def evens(rng: random.Random, count: int) -> list[Question]:
 
 
 def advantages(rewards: Seq[float], group: int) -> Tensor:  # [samples]
-    """Better or worse than the others of the group, in standard deviations."""
+    """The advantage of each answer over the mean of its group, in standard deviations."""
     scored = torch.tensor(rewards).view(-1, group)
     return ((scored - scored.mean(1, keepdim=True)) / (scored.std(1, keepdim=True) + 1e-4)).flatten()
 
@@ -109,13 +109,13 @@ def collate(rollouts: Seq[Rollout], gains: Tensor, device: torch.device) -> Batc
 
 
 def judged(model: Any, tokens: Tensor, temperature: float) -> Tensor:  # [samples, longest - 1]
-    """What the model gives each token, in the distribution from which rollouts are drawn."""
+    """The model's log-probability of each token, at the temperature of the rollouts."""
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits.float() / temperature
     return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
 def loss_of(logprobs: Tensor, batch: Batch, clip: float) -> Tensor:
-    """The clipped objective, summed over the tokens that were drawn."""
+    """The clipped objective, summed over the sampled tokens."""
     ratio = (logprobs - batch.logprobs).exp()
     gains = batch.advantages[:, None]
     gained = torch.minimum(ratio * gains, ratio.clamp(1 - clip, 1 + clip) * gains)
@@ -123,7 +123,7 @@ def loss_of(logprobs: Tensor, batch: Batch, clip: float) -> Tensor:
 
 
 def learn(model: Any, optimizer: torch.optim.Optimizer, batches: Seq[Batch], given: argparse.Namespace) -> float:
-    """A few passes over the samples; how far the first one was from what they were drawn with."""
+    """Train on the samples for a few epochs; return the drift from their log-probabilities in the first one."""
     drift, count = 0.0, sum(int(batch.answer.sum()) for batch in batches)
     for epoch in range(given.epochs):
         for batch in batches:
@@ -172,7 +172,7 @@ def line(row: Row) -> str:
 
 
 def plot(rows: Seq[Row], path: Path) -> None:
-    """Acceptance of the first guess against the entropy of the policy, a point for each step."""
+    """Plot the acceptance of the first draft token against the entropy of the policy, one point per step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,7 +183,7 @@ def plot(rows: Seq[Row], path: Path) -> None:
     x, y = [row.entropy for row in drafted], [row.acceptance[0] for row in drafted]
     points = axes.scatter(x, y, c=[row.step for row in drafted], cmap="viridis")
     figure.colorbar(points, label="step")
-    axes.set(xlabel="entropy of the policy (nats per token)", ylabel="first guesses accepted", ylim=(0, 1))
+    axes.set(xlabel="entropy of the policy (nats per token)", ylabel="acceptance of the first draft token", ylim=(0, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -203,15 +203,15 @@ def tiny() -> Any:
 
 def arguments(words: Seq[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny random model and a rule on its tokens")
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="shelf name, folder or hub id")
-    parser.add_argument("--head", help='folder of the head, or "random"; default: the one that came with us')
+    parser.add_argument("--tiny", action="store_true", help="use a tiny random model and a rule on its tokens")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="demo model, folder or Hugging Face id")
+    parser.add_argument("--head", help='folder of the head, or "random"; default: the one that ships with Outpace')
     parser.add_argument("--method", default="mtp")
     parser.add_argument("--verifier", default="residual")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--prompts", type=int, default=4, help="questions in each step")
-    parser.add_argument("--group", type=int, default=8, help="answers to each question")
-    parser.add_argument("--micro", type=int, default=8, help="answers in each pass of the training")
+    parser.add_argument("--prompts", type=int, default=4, help="questions per step")
+    parser.add_argument("--group", type=int, default=8, help="answers per question")
+    parser.add_argument("--micro", type=int, default=8, help="answers per training pass")
     parser.add_argument("--epochs", type=int, default=1, help="optimiser steps on the same answers")
     parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -231,8 +231,8 @@ def main(words: Seq[str] | None = None) -> list[dict[str, Any]]:
         model = tiny()
         lm, task, given.head = outpace.wrap(model, compile=False), evens, given.head or "random"
     else:
-        # `eager`: on a CPU compiled passes read copies of the weights in half the bytes, which training leaves behind.
-        # `float32`: in bfloat16, which GPUs load otherwise, most updates would be rounded away.
+        # compile=False: on a CPU, compiled passes read half-size copies of the weights, which training does not update.
+        # float32: in bfloat16, the default on a GPU, most updates would be rounded away.
         lm, task = outpace.load(given.model, compile=False, dtype="float32"), counts
         model = lm.lm.model  # type: ignore[attr-defined]
     rows = train(model, lm, task, given)

@@ -542,7 +542,7 @@ def test_an_interrupted_run_is_reported(
         (["--task", "tow"], "did you mean 'two'"),
         (["--batch", "9"], "too few for a batch of 9"),
         (["--temperature", "-1"], "temperature=-1.0 is out of range"),
-        (["--json", "--markdown"], "choose one"),
+        (["--json", "--markdown"], "use one of them"),
         (["--update", "x.md"], "--update needs FILE.md#NAME"),
         (["--update", "none.md#x"], "cannot update"),
         (["--from", "none.jsonl"], "cannot read"),
@@ -560,7 +560,7 @@ def test_what_is_missing_is_said_before_anything_runs(run: Callable[..., Any], m
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     done = run()
     assert done.exit_code == 1
-    assert done.stderr == "error: the page needs matplotlib: pip install 'outpace[bench]', or give --no-page\n"
+    assert done.stderr == "error: report.html needs matplotlib: pip install 'outpace[bench]', or use --no-page\n"
 
 
 def test_help() -> None:

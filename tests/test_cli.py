@@ -165,10 +165,10 @@ def test_methods_of_other_packages_are_in_the_catalogue(monkeypatch: pytest.Monk
     [
         (["generate", " "], "the prompt is empty"),
         (["generate", "hi", "--method", "ngrm"], "did you mean 'ngram'"),
-        (["generate", "hi", "-o", "max_n"], "not of the form name=value"),
+        (["generate", "hi", "-o", "max_n"], "not in the form name=value"),
         (["generate", "hi", "-o", "maxn=3", "--method", "ngram"], "did you mean 'max_n'"),
         (["generate", "hi", "--model", "no/such/folder"], "cannot load 'no/such/folder'"),
-        (["generate", "hi", "--dtype", "float31"], "is not a torch dtype"),
+        (["generate", "hi", "--dtype", "float31"], "is not a known dtype"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], message: str, smollm2: object) -> None:
@@ -261,9 +261,9 @@ def test_verify_gives_a_lossy_verifier_a_price(smollm2: object, prompts: Path) -
         (["verify", SMOLLM2, "--method", "sufix"], "did you mean 'suffix'"),
         (["verify", SMOLLM2, "--set", "min_q=0.1"], "did you mean 'min_p'"),
         (["verify", SMOLLM2, "--set", 'logit_bias={"x": 1}'], "logit_bias must map token ids to numbers"),
-        (["verify", SMOLLM2, "--temperature", "0"], "need a temperature above 0"),
+        (["verify", SMOLLM2, "--temperature", "0"], "temperature must be above 0"),
         (["verify", "--server", "http://127.0.0.1:9", "--off", "{"], "is not JSON"),
-        (["verify", "--server", "http://127.0.0.1:9"], "no connection to http://127.0.0.1:9"),
+        (["verify", "--server", "http://127.0.0.1:9"], "cannot connect to http://127.0.0.1:9"),
         (["verify", "--server", "http://127.0.0.1:9", "--draft", SMOLLM2], "a server has its own draft"),
         (["verify", SMOLLM2, "--prompts", "nowhere.jsonl"], "cannot read the prompts"),
         (["advise", SMOLLM2, "--method", "draft"], "needs --draft"),

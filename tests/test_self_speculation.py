@@ -438,8 +438,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for arguments, message in (
         (["--remove", "1", "--output", str(folder)], "already exists"),
         (["--remove", "3"], "leaves no layer: tiny has 3"),
-        ([], "with --remove, or which ones stay with --layers"),
-        (["--remove", "1", "--layers", "0"], "with --remove, or which ones stay with --layers"),
+        ([], "give either --remove"),
+        (["--remove", "1", "--layers", "0"], "give either --remove"),
         (["--layers", "0-7"], "layers 0 to 2"),
         (["--layers", "first"], "is not a list of layers"),
         (["--remove", "1", "--by", "luck"], "unknown rule"),

@@ -469,7 +469,7 @@ def test_the_command_writes_answers_of_both_kinds(command: Callable[..., Any], t
     assert found["answers"] == len(read(tmp_path / "d.jsonl")) == 4
     assert found["skipped"]["the prompt is too long: raise longest_prompt"] == 1
     again = command(*base)
-    assert "0 new answers" in again.stdout and "left out 1" in again.stderr
+    assert "0 new answers" in again.stdout and "skipped 1" in again.stderr
     other = command(*base, "--temperature", 0.5)
     assert other.exit_code == 2 and "choose another --output" in other.stderr
 
@@ -494,5 +494,5 @@ def test_an_interrupted_command_says_how_to_go_on(
 ) -> None:
     monkeypatch.setattr(train_data._Watch, "__call__", lambda self, done: Stop(1)(done))
     done = command("toy", "--output", tmp_path / "d.jsonl", "--self-written", 3, "--prompt-tokens", 8)
-    assert done.exit_code == 130 and "the same command goes on" in done.stderr
+    assert done.exit_code == 130 and "the same command continues" in done.stderr
     assert len(read(tmp_path / "d.jsonl")) >= 1

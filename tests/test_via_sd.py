@@ -346,7 +346,7 @@ def test_layers_go_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     asked = ["calibrate", str(trace), "--output", str(path), "--layers-of", "toy", "--skip", "0.3", "--steps", "12"]
     done = runner.invoke(app, asked)
     assert done.exit_code == 0, done.output
-    assert "nothing for graft" in done.stderr and "layers kept" in done.stdout
+    assert "no calibration for graft" in done.stderr and "layers kept" in done.stdout
     kept = json.loads(path.read_text())["via_sd"]["layers"]
     drafter = registry.method("via_sd", calibration=str(path))
     model.generate([1, 2], method=drafter, max_tokens=4)
@@ -355,7 +355,7 @@ def test_layers_go_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     small = Model(ToyLM(6, vocab=4))
     monkeypatch.setattr(command, "load_model", lambda name, how: small)
     wrong = runner.invoke(app, asked)
-    assert wrong.exit_code == 2 and "they are of another model" in wrong.stderr.replace("\n", " ")
+    assert wrong.exit_code == 2 and "use traces of that model" in wrong.stderr.replace("\n", " ")
     tuning_file.write(path, {"via_sd": {}})
     with pytest.raises(UsageError, match="has no list of layers"):
         model.generate([1, 2], method="via_sd", calibration=str(path), max_tokens=2)

@@ -173,9 +173,9 @@ def test_no_browser_is_no_error(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--request", "1"], "--request goes with --terminal"),
-        (["--terminal", "--request", "3"], "there is no request 3: the trace has 3, and the first is 0"),
-        (["--terminal", "--request", "-1"], "there is no request -1"),
+        (["--request", "1"], "--request needs --terminal"),
+        (["--terminal", "--request", "3"], "no request 3: the trace has 3, numbered from 0"),
+        (["--terminal", "--request", "-1"], "no request -1"),
         (["--output", "SAME"], "would overwrite the trace"),
         (["--output", "no/such/folder/page.html"], "cannot write the page"),
     ],

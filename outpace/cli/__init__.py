@@ -15,5 +15,5 @@ __all__ = [
 
 
 def main() -> None:
-    gc.disable()  # until a model is loaded: looking for garbage is a quarter of the time of all imports
+    gc.disable()  # until a model is loaded: garbage collection takes a quarter of the import time
     app()

@@ -1,4 +1,4 @@
-"""outpace advise: which method pays here, on these prompts? Predicted, then measured."""
+"""outpace advise: predict which methods are fastest on this machine and these prompts, then measure the best."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ if TYPE_CHECKING:
     from outpace.advise.advice import Advice
     from outpace.bench.summary import Interval
 
-Drafts = Annotated[list[str], typer.Option("--draft", help="A draft model; may be repeated.")]
+Drafts = Annotated[list[str], typer.Option("--draft", help="Draft model to try; repeatable.")]
 Methods = Annotated[
-    list[str], typer.Option("--method", help="A method, or name:option=value,...; may be repeated. Default: all.")
+    list[str],
+    typer.Option("--method", help="NAME or NAME:option=value,...; repeatable. Default: all lossless methods."),
 ]
-Prompts = Annotated[Path | None, typer.Option(help="JSONL with prompt, turns or messages; default: a set of our own.")]
-SHOWN = 15  # predictions
+Prompts = Annotated[Path | None, typer.Option(help="JSONL with prompt, turns or messages; default: built-in prompts.")]
+SHOWN = 15  # predictions in the table
 
 
 @app.command()
 @reports_errors
 def advise(
-    model: Annotated[str, typer.Argument(help="Shelf name, folder, hub id or GGUF file.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="Demo model, folder, Hugging Face id or GGUF file.")] = DEFAULT_MODEL,
     prompts: Prompts = None,
     draft: Drafts = [],  # noqa: B006
     method: Methods = [],  # noqa: B006
-    limit: Annotated[int | None, typer.Option(help="Most prompts per task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of prompts per task.")] = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Seed = 0,
-    best: Annotated[int, typer.Option(min=0, help="How many of the best to measure.")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Times each is measured on each held-out prompt.")] = 2,
+    best: Annotated[int, typer.Option(min=0, help="Number of best predictions to measure.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each of them per held-out prompt.")] = 2,
     as_json: AsJson = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -68,7 +69,7 @@ def advise(
 
     asked = candidates(chosen, draft)
     if not asked:
-        raise UsageError("there is nothing to rank: a method that takes a draft needs --draft MODEL")
+        raise UsageError("nothing to rank: a method that takes a draft needs --draft MODEL")
     lm = load_model(model, loading)
     drafts = {name: load_model(name, loading) for name in draft}
     encoded = [tasks.encode(prompt, lm) for prompt in found]
@@ -88,15 +89,15 @@ def advise(
 
 
 def _tables(answer: Advice) -> list[Table | str]:
-    rows = Table("method", "tokens per pass", "rows per pass", "drafting", "predicted speed-up (95 %)")
+    rows = Table("method", "tokens per pass", "scored per pass", "drafting", "predicted speed-up (95 %)")
     rows.title, rows.title_justify = f"predicted from {answer.recorded} recorded answers", "left"
     for p in answer.predictions[:SHOWN]:
         figures = f"{p.tokens_per_pass:.2f}", f"{p.rows_per_pass:.1f}", f"{p.draft_share:.0%}"
         rows.add_row(p.candidate.name, *figures, _interval(p.speedup))
     left = len(answer.predictions) - SHOWN
-    parts: list[Table | str] = [rows, *([f"and {left} more, all of them slower"] if left > 0 else [])]
+    parts: list[Table | str] = [rows, *([f"and {left} more, with lower predictions"] if left > 0 else [])]
     if answer.outcomes:
-        checked = Table("method", "predicted", "measured (95 %)", "prediction off by")
+        checked = Table("method", "predicted", "measured (95 %)", "prediction error")
         checked.title, checked.title_justify = f"measured on {answer.held_out} other prompts", "left"
         for o in answer.outcomes:
             name, predicted = o.prediction.candidate.name, f"{o.prediction.speedup.value:.2f}"
@@ -116,4 +117,6 @@ def _verdict(answer: Advice) -> str:
     name = first.prediction.candidate
     policy = "" if name.policy == "fixed" else f" --policy {name.policy}"
     draft = "" if name.draft is None else f" --draft {name.draft}"
-    return f"[bold]Use --method {name.method}{draft}{policy}[/]: {first.measured.value:.2f} times plain decoding."
+    return (
+        f"[bold]Use --method {name.method}{draft}{policy}[/]: {first.measured.value:.2f} times plain decoding's speed."
+    )

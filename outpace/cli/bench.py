@@ -1,4 +1,4 @@
-"""outpace bench: every method, plain decoding and Transformers on the same prompts, in one run."""
+"""outpace bench: measure methods, plain decoding and Transformers on the same prompts, in one run."""
 
 from __future__ import annotations
 
@@ -55,37 +55,40 @@ if TYPE_CHECKING:
     from outpace.bench.summary import Summary
 
 Methods = Annotated[
-    list[str], typer.Option("--method", "-m", help="name or name:option=value,...; several. Default: all that can run.")
+    list[str],
+    typer.Option("--method", "-m", help="NAME or NAME:option=value,...; repeatable. Default: all that can run."),
 ]
 Policies = Annotated[
-    list[str], typer.Option("--policy", help="name or name:option=value,...; several: every method runs under each.")
+    list[str],
+    typer.Option("--policy", help="NAME or NAME:option=value,...; repeatable: each method runs with each policy."),
 ]
 Tasks = Annotated[
     list[str],
-    typer.Option("--task", help="mt_bench, translation, summarization, qa, math, rag, code, chat or copy; several."),
+    typer.Option("--task", help="mt_bench, translation, summarization, qa, math, rag, code, chat or copy; repeatable."),
 ]
-Prompts = Annotated[Path | None, typer.Option(help="JSONL with prompt, turns or messages; default: a set of our own.")]
-Limit = Annotated[int | None, typer.Option(help="Most prompts of each task.")]
-Batches = Annotated[list[int], typer.Option("--batch", help="Prompts at once; several.")]
-Contexts = Annotated[list[int], typer.Option("--context", help="Prompt tokens of the copy task; several.")]
-Temperatures = Annotated[list[float], typer.Option("--temperature", help="0 is greedy; several.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Times that each contestant answers each prompt.")]
+Prompts = Annotated[Path | None, typer.Option(help="JSONL with prompt, turns or messages; default: built-in prompts.")]
+Limit = Annotated[int | None, typer.Option(help="Maximum number of prompts per task.")]
+Batches = Annotated[list[int], typer.Option("--batch", help="Batch size; repeatable.")]
+Contexts = Annotated[list[int], typer.Option("--context", help="Prompt tokens of the copy task; repeatable.")]
+Temperatures = Annotated[list[float], typer.Option("--temperature", help="Sampling temperature; repeatable.")]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens per answer.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of times that each contestant answers each prompt.")]
 WithTransformers = Annotated[
-    bool, typer.Option("--transformers/--no-transformers", help="Run Transformers' loops too.")
+    bool, typer.Option("--transformers/--no-transformers", help="Also measure Transformers' own generation loops.")
 ]
-Output = Annotated[Path | None, typer.Option(help="Folder for runs.jsonl and report.html; default: a new one.")]
-Page = Annotated[bool, typer.Option("--page/--no-page", help="Write report.html, which needs matplotlib.")]
+Output = Annotated[Path | None, typer.Option(help="Folder for runs.jsonl and report.html; default: a new folder.")]
+Page = Annotated[bool, typer.Option("--page/--no-page", help="Write report.html (needs matplotlib).")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the summary as Markdown.")]
-Source = Annotated[Path | None, typer.Option("--from", help="Measure nothing: report this runs.jsonl again.")]
+Source = Annotated[Path | None, typer.Option("--from", help="Report on this runs.jsonl again, without measuring.")]
 Update = Annotated[
-    str | None, typer.Option(help="FILE.md#NAME: put the summary between <!-- bench:NAME --> and <!-- /bench:NAME -->.")
+    str | None,
+    typer.Option(help="FILE.md#NAME: write the summary between <!-- bench:NAME --> and <!-- /bench:NAME -->."),
 ]
 
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """What is loaded and measured, and where it is written."""
+    """What to load and measure, and where to write the results."""
 
     model: str
     draft: str | None
@@ -104,7 +107,7 @@ class BenchSetup:
 @app.command()
 @reports_errors
 def bench(
-    model: Annotated[str, typer.Argument(help="Shelf name, folder, hub id or GGUF file.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="Demo model, folder, Hugging Face id or GGUF file.")] = DEFAULT_MODEL,
     method: Methods = [],  # noqa: B006
     draft: Draft = None,
     policy: Policies = [],  # noqa: B006
@@ -135,10 +138,10 @@ def bench(
     source: Source = None,
     update: Update = None,
 ) -> None:
-    """Measure methods against plain decoding and Transformers, in turn, with intervals; report as table and page."""
+    """Benchmark methods, plain decoding and Transformers in turn, with intervals; print a table and write a page."""
     given = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     if as_json and markdown:
-        raise UsageError("--json and --markdown both write to standard output: choose one")
+        raise UsageError("--json and --markdown both write to standard output: use one of them")
     if page:
         checks.installed("matplotlib", "jinja2")
     place = _place(update)
@@ -171,7 +174,7 @@ def bench(
 
 
 def _place(update: str | None) -> tuple[Path, str] | None:
-    """The file and the name of FILE#NAME; refused before anything runs."""
+    """Split FILE#NAME, and refuse a wrong one before anything runs."""
     if update is None:
         return None
     path, sharp, name = update.rpartition("#")
@@ -182,7 +185,7 @@ def _place(update: str | None) -> tuple[Path, str] | None:
 
 
 def _measured(setup: BenchSetup) -> BenchRecord:
-    """Load, prepare, warm up, measure. Ctrl-C ends the measuring, not the report."""
+    """Load, prepare, warm up and measure. Ctrl-C ends the measurements, but the report is still written."""
     prompts = planning.load(setup.plan)
     from outpace.bench import record as recording
     from outpace.bench.contestants import sweep, theirs
@@ -193,7 +196,7 @@ def _measured(setup: BenchSetup) -> BenchRecord:
     others = theirs(lm, draft, max(setup.plan.batches) > 1) if setup.transformers else []
     with _progress() as bars, tracing(setup.trace, lm) as writer:
         groups = _prepared(setup.plan, lm, prompts, bars)
-        everyone: list[Contestant] = [ours[0], *others, *ours[1:]]  # the plain loops first
+        everyone: list[Contestant] = [ours[0], *others, *ours[1:]]  # our plain decoding and Transformers first
         header = recording.provenance(lm, shlex.join(["outpace", *sys.argv[1:]]), setup.arguments)
         found = BenchRecord(header | {"contestants": [c.name for c in everyone]}, groups)
         with Writer(setup.output / "runs.jsonl", found.header, groups) as out:

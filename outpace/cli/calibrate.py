@@ -1,4 +1,4 @@
-"""outpace calibrate: what `graft` and `via_sd` can learn from traces, as a file for their option `calibration`."""
+"""outpace calibrate: fit settings of `graft` and `via_sd` to traces, as a file for their option `calibration`."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from outpace.drafting.slim_search import LayerChoice
     from outpace.tracing.trace import Trace
 
-TEXTS, LENGTH = 8, 128  # that a search for layers looks at: so many, and tokens of each
+TEXTS, LENGTH = 8, 128  # of a search for layers: number of texts, and tokens of each
 
 
 @app.command()
 @reports_errors
 def calibrate(
-    traces: Annotated[list[Path], typer.Argument(help="Files of --trace: of the method to wrap, and of recycling.")],
+    traces: Annotated[list[Path], typer.Argument(help="Files of --trace, from the method to wrap and from recycling.")],
     output: Annotated[Path, typer.Option(help="The file to write.")],
-    nodes: Annotated[int, typer.Option(help="Nodes of the trees that graft will make.")] = 60,
+    nodes: Annotated[int, typer.Option(help="Nodes of graft's draft trees.")] = 60,
     level_cost: Annotated[
-        float | None, typer.Option(help="A level of the draft, in passes of the target; default: as the traces say.")
+        float | None, typer.Option(help="Cost of one draft level in target passes; default: from the traces.")
     ] = None,
     layers_of: Annotated[
-        str | None, typer.Option(help="Search layers of this model for via_sd, on the texts of the traces.")
+        str | None, typer.Option(help="Also search the layers of this model for via_sd, on the texts of the traces.")
     ] = None,
-    skip: Annotated[float, typer.Option(help="Share of the layers that via_sd does without.")] = 0.45,
-    steps: Annotated[int, typer.Option(min=1, help="Choices of layers to try.")] = 200,
+    skip: Annotated[float, typer.Option(help="Share of the layers that via_sd skips.")] = 0.45,
+    steps: Annotated[int, typer.Option(min=1, help="Number of layer choices to try.")] = 200,
     as_json: AsJson = False,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Fit graft's gates and template, and via_sd's layers, to traces; used as graft:calibration=FILE."""
+    """Fit graft's gates and template, and via_sd's layers, to traces. Use it as --method graft -o calibration=FILE."""
     loading = Loading(dtype, device, compile=False)
     if layers_of is not None:
         loading.check(layers_of)
@@ -64,7 +64,7 @@ def calibrate(
     except UsageError as error:
         if layers_of is None:
             raise
-        stderr.print(f"[yellow]nothing for graft:[/] {error}", highlight=False, soft_wrap=True)
+        stderr.print(f"[yellow]no calibration for graft:[/] {error}", highlight=False, soft_wrap=True)
     if layers_of is not None:
         sections["via_sd"], table = _layers(layers_of, found, (skip, steps), loading)
         shown.append(table)
@@ -78,32 +78,32 @@ def calibrate(
 
 
 def _beside(fitted: Calibration) -> dict[str, Any]:
-    """What is good to know about it."""
+    """The figures of the fit, to store beside it."""
     return {name: value for name, value in asdict(fitted).items() if name != "grafting"}
 
 
 def _graft_tables(fitted: Calibration) -> list[Table]:
-    gates = Table("stop at depth", "if the best path is no likelier than", "draft keeps", "passes stopped")
+    gates = Table("stop at depth", "if the best path's probability is at most", "draft keeps", "passes stopped")
     gates.title, gates.title_justify = f"graft: gates, from {fitted.passes} passes", "left"
     gates.caption = (
         f"{fitted.tokens[0]:.2f} tokens per pass without gates, {fitted.tokens[1]:.2f} with; {fitted.speedup:.2f} "
-        f"times as fast where a level of the draft costs {fitted.level:.3f} passes (predicted)"
+        f"times as fast if a draft level costs {fitted.level:.3f} target passes (predicted)"
     )
     for gate, share in zip(fitted.grafting.gates, fitted.stops, strict=True):
         kept = f"{round(gate.keep * fitted.nodes)} of {fitted.nodes} nodes"
         gates.add_row(str(gate.depth), f"{gate.floor:.3f}", kept, f"{share:.0%}")
     if not fitted.grafting.gates:
         gates.add_row("never", "", f"{fitted.nodes} of {fitted.nodes} nodes", "0%")
-    ranks = Table("depth", "nodes", "chance of each rank")
+    ranks = Table("depth", "nodes", "probability of each rank")
     source = (
         f"from {fitted.table_passes} passes of recycling"
         if fitted.table_passes
-        else "as before any pass: no trace of recycling"
+        else "the initial one: no trace of recycling"
     )
     ranks.title, ranks.title_justify = f"graft: template of {fitted.nodes} nodes, {source}", "left"
     for depth, level in enumerate(fitted.grafting.ranks):
         count = fitted.template[depth] if depth < len(fitted.template) else 0
-        ranks.add_row(str(depth + 1), str(count), " ".join(f"{chance:.2f}" for chance in level))
+        ranks.add_row(str(depth + 1), str(count), " ".join(f"{share:.2f}" for share in level))
     return [gates, ranks]
 
 
@@ -117,7 +117,7 @@ def _layers(name: str, traces: Seq[Trace], wanted: tuple[float, int], loading: L
     wrong = [token for text in texts for token in text if token >= lm.vocab]
     if wrong:
         raise UsageError(
-            f"token {wrong[0]} of the traces is not in the vocabulary of {name!r}: they are of another model"
+            f"token {wrong[0]} of the traces is not in the vocabulary of {name!r}: use traces of that model"
         )
     with stderr.status(f"searching the layers of {name}"):
         found = search(model, [list(text) for text in sorted(texts)[:TEXTS]], wanted[0], steps=wanted[1])
@@ -125,7 +125,7 @@ def _layers(name: str, traces: Seq[Trace], wanted: tuple[float, int], loading: L
 
 
 def _layers_table(found: LayerChoice, count: int) -> Table:
-    table = Table("layers kept", "of", "cost", "left out evenly", "same first choice", "choices tried")
+    table = Table("layers kept", "of", "cost", "cost if skipped evenly", "same top token", "choices tried")
     table.title, table.title_justify = "via_sd: layers of the slim verifier", "left"
     table.add_row(
         " ".join(map(str, found.layers)), str(count), f"{found.cost:.3f}", f"{found.even:.3f}",

@@ -1,4 +1,4 @@
-"""outpace methods and outpace shelf: what there is."""
+"""outpace methods and outpace shelf: list the methods and the demo models."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def methods(
 @app.command()
 @reports_errors
 def shelf(
-    name: Annotated[str | None, typer.Argument(help="Fetch this one now; without a name, list all.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Download this model now; without a name, list all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Demo weights by name: download, check the hash, convert, once."""
+    """List the demo models, or download one, check its hash and convert it, once."""
     from outpace.api import demo_weights as weights
 
     if name is not None:

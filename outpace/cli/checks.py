@@ -1,4 +1,4 @@
-"""Checks of arguments that need neither torch nor a model: what is wrong is said at once."""
+"""Checks of arguments that need neither torch nor a model, so errors are reported at once."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from outpace.registry import catalogue
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hip)(:\d+)?")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-ALIKE = 0.8  # of a name and one on the shelf: a typing mistake
+ALIKE = 0.8  # least similarity of a name to a demo model's for it to be a typo
 
 
 def model(name: str) -> None:
-    """Refuse what is no shelf name, no file, no folder, and cannot be a hub id either."""
+    """Refuse a name that is no demo model, file or folder, and cannot be a Hugging Face id."""
     path = Path(name)
     if name.removesuffix(".gguf") in demo_weights.SHELF or path.exists():
         return
     if name.endswith(".gguf"):
-        raise OutpaceError(f"there is no file {name!r}")
+        raise OutpaceError(f"no such file: {name!r}")
     if "/" not in name and (near := difflib.get_close_matches(name, demo_weights.SHELF, 1, ALIKE)):
-        raise UsageError(f"there is no model {name!r}; did you mean {near[0]!r}?")
+        raise UsageError(f"unknown model {name!r}; did you mean {near[0]!r}?")
     if not HUB_ID.fullmatch(name):
         known = ", ".join(demo_weights.SHELF)
-        raise OutpaceError(f"cannot load {name!r}: it is no shelf name ({known}), no folder, and no hub id")
+        raise OutpaceError(f"cannot load {name!r}: not a demo model ({known}), a folder or a Hugging Face id")
 
 
 def dtype(name: str | None) -> None:
     if name not in (None, "auto", *DTYPES):
-        raise UsageError(f"{name!r} is not a torch dtype; try {', '.join(DTYPES)}")
+        raise UsageError(f"{name!r} is not a known dtype; use one of {', '.join(DTYPES)}")
 
 
 def device(name: str | None) -> None:
@@ -47,37 +47,37 @@ def device(name: str | None) -> None:
 
 def quantize(kind: str | None) -> None:
     if kind not in (None, "int8"):
-        raise UsageError(f"quantize={kind!r} is not known; int8 is")
+        raise UsageError(f"unknown quantization {kind!r}; use int8")
 
 
 def installed(*packages: str) -> None:
-    """Refuse before anything was measured, not after."""
+    """Refuse a missing package before anything is measured."""
     for package in packages:
         if find_spec(package) is None:
-            raise OutpaceError(f"the page needs {package}: pip install 'outpace[bench]', or give --no-page")
+            raise OutpaceError(f"report.html needs {package}: pip install 'outpace[bench]', or use --no-page")
 
 
 def readable(path: Path | None) -> None:
-    """Refuse a file that is not there."""
+    """Refuse a file that does not exist."""
     if path is not None and not path.is_file():
-        raise OutpaceError(f"cannot read {str(path)!r}: there is no such file")
+        raise OutpaceError(f"cannot read {str(path)!r}: no such file")
 
 
 def folder(path: Path) -> None:
-    """Refuse a folder that is not there."""
+    """Refuse a folder that does not exist."""
     if not path.is_dir():
-        raise UsageError(f"there is no folder {str(path)!r}")
+        raise UsageError(f"no such folder: {str(path)!r}")
 
 
 def writable(path: Path | None, what: str) -> None:
-    """Refuse a place where no file can be written."""
+    """Refuse a path that cannot be written as a file."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        why = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
+        why = "it is a folder" if path.is_dir() else f"no such folder: {str(path.parent)!r}"
         raise OutpaceError(f"cannot write {what} {str(path)!r}: {why}")
 
 
 def method(spec: str, draft: bool, options: Mapping[str, Any] | None = None) -> None:
-    """Refuse a method that there is not, wrong options, and a method that needs a draft model without one."""
+    """Refuse an unknown method, wrong options, and a missing draft model if the method needs one."""
     name, _ = registry.parse(spec)
     if not draft and "draft" in catalogue.entry("method", name).required:
         raise UsageError(f"method {name!r} needs a draft model: add --draft MODEL")
@@ -85,13 +85,13 @@ def method(spec: str, draft: bool, options: Mapping[str, Any] | None = None) -> 
 
 
 def request(given: dict[str, Any], draft: bool) -> None:
-    """Refuse settings that no request can have; a draft model is filled in later."""
+    """Refuse settings that no request can have; the draft model is added later."""
     settings = {name: value for name, value in given.items() if value is not None}
     asked = Request.from_keywords("", settings)
     name = str(asked.method)
     if draft and "draft" not in catalogue.entry("method", name).options:
         takes = [name for name, entry in catalogue.entries("method").items() if "draft" in entry.options]
-        raise UsageError(f"method {name!r} takes no draft model; {', '.join(takes)} do")
+        raise UsageError(f"method {name!r} takes no draft model; these do: {', '.join(takes)}")
     method(name, draft, asked.options)
     for kind, spec in (("policy", asked.policy), ("verifier", asked.verifier)):
         if spec is not None:

@@ -1,4 +1,4 @@
-"""What the commands share: the application, errors, loading, traces."""
+"""Parts shared by the commands: the application, error reports, model loading and traces."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 stderr = Console(stderr=True)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 INTERRUPTED = 130
-WORTH_SAYING = 3.0  # seconds
+WORTH_SAYING = 3.0  # seconds; shorter compilations are not reported
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def reports_errors(command: Command) -> Command:
-    """Turn an error that a user can act on into one line and an exit code."""
+    """Turn an expected error into one line and an exit code."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except OutpaceError as error:
-            # Escaped, or rich would take the extra out of "pip install 'outpace[shelf]'".
+            # Escaped, because rich would drop the brackets of "pip install 'outpace[shelf]'".
             stderr.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
         except KeyboardInterrupt:
@@ -52,12 +52,12 @@ def reports_errors(command: Command) -> Command:
 
 
 def pairs(given: list[str]) -> dict[str, Any]:
-    """name=value pairs; a value is JSON where it can be, else text."""
+    """Parse name=value pairs; a value that is not JSON is text."""
     out: dict[str, Any] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise UsageError(f"{pair!r} is not of the form name=value")
+            raise UsageError(f"{pair!r} is not in the form name=value")
         try:
             out[name.strip()] = json.loads(value)
         except json.JSONDecodeError:
@@ -77,11 +77,11 @@ def main(
         False
     ),
 ) -> None:
-    """The open-weight models you already run, answering faster, with proof that the answer did not change."""
+    """Run the open-weight models that you already use, faster, with proof that the answers do not change."""
 
 
 class Loading(NamedTuple):
-    """How models are loaded."""
+    """How to load the models of a command."""
 
     dtype: str | None = None
     device: str | None = None
@@ -91,46 +91,46 @@ class Loading(NamedTuple):
     quantize_draft: str | None = None
 
     def check(self, model: str, draft: str | None = None) -> None:
-        """Refuse what cannot be, before anything is imported or loaded."""
+        """Refuse invalid values before anything is imported or loaded."""
         checks.model(model)
         checks.dtype(self.dtype)
         checks.device(self.device)
         checks.quantize(self.quantize)
         if model.endswith(".gguf") and (self.dtype or self.quantize or self.compile is not None):
             raise UsageError(
-                "a GGUF file is run as it is: dtype, quantize, compile and training are for Transformers models"
+                "--dtype, --quantize, --compile and training do not work with a GGUF file: use a Transformers model"
             )
         if draft is not None:
             self.draft.check(draft)
         elif self.quantize_draft is not None:
-            raise UsageError("--quantize-draft is for a draft model: add --draft MODEL")
+            raise UsageError("--quantize-draft needs a draft model: add --draft MODEL")
 
     @property
     def draft(self) -> Loading:
-        """The same for a draft, whose tokens are verified and so need not be bitwise."""
+        """The same for a draft model, which need not be bitwise because its tokens are verified."""
         return self._replace(bitwise=None, quantize=self.quantize_draft or self.quantize, quantize_draft=None)
 
 
 def load_model(name: str, how: Loading) -> Model:
-    """Load, compile where that pays, and say what both took."""
+    """Load a model, compile it where that pays, and report a long compilation."""
     from outpace.api.load import load
 
     if not name.endswith(".gguf"):
         _quiet_transformers()
     if name in demo_weights.SHELF:
-        demo_weights.fetch(name)  # shows its own progress, once
+        demo_weights.fetch(name)  # shows its own progress, if it downloads
     with stderr.status(f"loading {name}"):
         model = load(
             name, dtype=how.dtype, device=how.device, bitwise=how.bitwise, compile=how.compile, quantize=how.quantize
         )
     spent = getattr(getattr(model.lm, "runner", None), "compile_seconds", 0.0)
-    if spent:  # a compiler leaves much behind
+    if spent:  # a compiler leaves much garbage
         gc.collect()
     gc.enable()
-    gc.freeze()  # to look through all that was imported takes 0.3 s, in the middle of an answer
-    atexit.register(gc.unfreeze)  # or libraries would report all of it as lost
+    gc.freeze()  # scanning all imported objects takes 0.3 s, in the middle of an answer
+    atexit.register(gc.unfreeze)  # or libraries would report all these objects as leaked
     if spent >= WORTH_SAYING:
-        stderr.print(f"[dim]Compiled {name} in {spent:.0f} s (kept for the next run; --no-compile skips it)[/]")
+        stderr.print(f"[dim]Compiled {name} in {spent:.0f} s (cached for next time; --no-compile skips compilation)[/]")
     return model
 
 
@@ -142,12 +142,12 @@ def _quiet_transformers() -> None:
 
 
 def load_draft(name: str | None, how: Loading) -> Model | None:
-    """The draft of a target that is loaded like this, if there is one."""
+    """Load the draft model, if there is one; `how` is for its target."""
     return None if name is None else load_model(name, how.draft)
 
 
 def state_memory(model: Model, tokens: int) -> None:
-    """Say what a run of so many tokens will take at most."""
+    """Print the most memory that a run of `tokens` tokens takes."""
     weights = model.lm.weights
     need = None if weights is None else weights.memory(tokens)
     if need is not None:
@@ -155,7 +155,7 @@ def state_memory(model: Model, tokens: int) -> None:
 
 
 def tracing(path: Path | None, lm: Model, probs: bool = False) -> AbstractContextManager[TraceWriter | None]:
-    """A writer for this file, or none."""
+    """Open a trace writer for this file; without a path, None."""
     from outpace.tracing.trace import TraceWriter
 
     return TraceWriter(path, lm.tokenizer, lm.name, probs) if path is not None else nullcontext()

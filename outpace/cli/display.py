@@ -1,4 +1,4 @@
-"""What the command line shows: live text with accepted guesses in green, a line of statistics, tables."""
+"""Output of the command line: live text with accepted draft tokens in green, a line of statistics, and tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GUESSED = "green"
 
 
 def live(stream: Stream) -> Completion:
-    """Print pieces as they come and one line of statistics at the end; Ctrl-C keeps what is there."""
+    """Print the text as it comes, then one line of statistics; Ctrl-C keeps the text so far."""
     console = Console(highlight=False)
     start = time.perf_counter()
     try:
@@ -35,7 +35,7 @@ def live(stream: Stream) -> Completion:
 
 
 def silently(stream: Stream) -> Completion:
-    """Run to the end and show nothing."""
+    """Run to the end without output."""
     for _ in stream:
         pass
     return stream.completions[0]
@@ -46,7 +46,7 @@ def statistics(done: Completion, seconds: float) -> str:
     kind = "lossless" if done.lossless else "LOSSY"
     return (
         f"{stats.tokens} tokens in {seconds:.2f} s ({stats.tokens / seconds:.1f}/s) · {stats.passes} passes, "
-        f"{stats.tokens_per_pass:.2f} tokens per pass · {stats.accepted} of {stats.drafted} guesses accepted · "
+        f"{stats.tokens_per_pass:.2f} tokens per pass · {stats.accepted} of {stats.drafted} draft tokens accepted · "
         f"{done.method}, {kind} · {done.finish_reason}"
     )
 
@@ -56,8 +56,7 @@ def to_json(done: Completion) -> dict[str, Any]:
 
 
 def catalogue() -> dict[str, dict[str, dict[str, Any]]]:
-    """Every method, policy and verifier: what it is, whether it keeps the distribution, its options and their
-    defaults."""
+    """Describe each method, policy and verifier: its purpose, whether it is lossless, and its options with defaults."""
     return {
         plural: {name: dataclasses.asdict(entry) for name, entry in entries(kind).items()}
         for plural, kind in KINDS.items()
@@ -65,7 +64,7 @@ def catalogue() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _kept(entry: dict[str, Any], no: str) -> str:
-    """Whether the distribution is kept, and what would make a lossy method keep it."""
+    """Whether a method is lossless, and which options would make a lossy one lossless."""
     if entry["lossless"]:
         return "yes"
     given = ", ".join(f"{name}={value}" for name, value in entry["lossless_if"].items())
@@ -84,7 +83,7 @@ def catalogue_tables() -> list[Table]:
 
 
 def methods_markdown() -> str:
-    """The methods as a Markdown table, for the README."""
+    """Format the methods as a Markdown table, for the README."""
     rows = ["| method | what it does | lossless | options |", "|---|---|---|---|"]
     for name, entry in catalogue()["methods"].items():
         options = ", ".join(f"`{k}={v}`" for k, v in entry["options"].items()) or "none"
@@ -103,7 +102,7 @@ def shelf_rows() -> list[dict[str, Any]]:
 
 
 def shelf_table() -> Table:
-    table = Table("name", "what", "download", "licence", "here")
+    table = Table("name", "description", "download", "licence", "downloaded")
     for row in shelf_rows():
         here = "yes" if row["cached"] else "no"
         table.add_row(row["name"], row["description"], f"{row['bytes'] / 1e6:.0f} MB", row["licence"], here)

@@ -1,4 +1,4 @@
-"""Flags that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Annotated
 
 import typer
 
-ModelName = Annotated[str, typer.Option("--model", "-m", help="Shelf name, folder, hub id or GGUF file.")]
-Method = Annotated[str, typer.Option(help="A method of `outpace methods`.")]
-Draft = Annotated[str | None, typer.Option(help="Draft model: shelf name, folder or hub id.")]
-Options = Annotated[list[str], typer.Option("--option", "-o", help="An option of the method, as name=value.")]
+ModelName = Annotated[str, typer.Option("--model", "-m", help="Demo model, folder, Hugging Face id or GGUF file.")]
+Method = Annotated[str, typer.Option(help="Decoding method (see `outpace methods`).")]
+Draft = Annotated[str | None, typer.Option(help="Draft model: demo model, folder or Hugging Face id.")]
+Options = Annotated[list[str], typer.Option("--option", "-o", help="Option of the method, as name=value; repeatable.")]
 PolicyName = Annotated[
-    str | None, typer.Option("--policy", help="How much to draft: auto, fixed, ...; default: what the method asks for.")
+    str | None, typer.Option("--policy", help="How much to draft: auto, fixed, ...; default: the method's own.")
 ]
 VerifierName = Annotated[
     str | None,
-    typer.Option("--verifier", help="match, residual, typical, contrastive; default: what the method asks for."),
+    typer.Option("--verifier", help="Accept by match, residual, typical or contrastive; default: the method's own."),
 ]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this much probability.")]
-TopK = Annotated[int, typer.Option(help="Keep this many likeliest tokens; 0 keeps all.")]
-Seed = Annotated[int, typer.Option(help="Same seed, same text, with or without speculation.")]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")]
+TopK = Annotated[int, typer.Option(help="Sample from this many likeliest tokens; 0 means all.")]
+Seed = Annotated[int, typer.Option(help="Random seed: the same seed gives the same text, with or without speculation.")]
 Settings = Annotated[
     list[str], typer.Option("--set", "-s", help="Any other setting, as name=value (see docs/guide/python-api.md).")
 ]
@@ -30,16 +30,18 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Compile = Annotated[
     bool | None,
-    typer.Option("--compile/--no-compile", help="Compile the layers, or run them as they are; default: large models."),
+    typer.Option("--compile/--no-compile", help="Compile the layers; default: only for large models."),
 ]
-Quantize = Annotated[str | None, typer.Option(help="int8: keep the weights of linear layers as int8.")]
+Quantize = Annotated[str | None, typer.Option(help="int8: store the weights of linear layers in 8 bits.")]
 QuantizeDraft = Annotated[
-    str | None, typer.Option(help="int8: the same for the draft alone; the answer stays the target's.")
+    str | None, typer.Option(help="int8: quantize only the draft model, which does not change the answers.")
 ]
 Bitwise = Annotated[
     bool | None,
-    typer.Option("--bitwise/--no-bitwise", help="Bit-identical passes: slower, and the default of GGUF files alone."),
+    typer.Option(
+        "--bitwise/--no-bitwise", help="Results bit-identical to plain decoding; slower. Default: only GGUF files."
+    ),
 ]
-TracePath = Annotated[Path | None, typer.Option("--trace", help="Write what every pass did to this file (JSONL).")]
-TraceProbs = Annotated[bool, typer.Option("--trace-probs", help="Put the target's probabilities into the trace.")]
+TracePath = Annotated[Path | None, typer.Option("--trace", help="Record every pass in this JSONL file.")]
+TraceProbs = Annotated[bool, typer.Option("--trace-probs", help="Include the target's probabilities in the trace.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

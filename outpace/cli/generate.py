@@ -1,4 +1,4 @@
-"""outpace generate and outpace chat: answers as they come."""
+"""outpace generate and outpace chat: stream answers to the terminal."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def generate(
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
 ) -> None:
-    """Answer one prompt; text that came from accepted guesses is green."""
+    """Answer one prompt; accepted draft tokens are green."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty")
@@ -104,7 +104,7 @@ def generate(
 @app.command()
 @reports_errors
 def chat(
-    model: Annotated[str, typer.Argument(help="Shelf name, folder, hub id or GGUF file.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="Demo model, folder, Hugging Face id or GGUF file.")] = DEFAULT_MODEL,
     method: Method = "auto",
     draft: Draft = None,
     option: Options = [],  # noqa: B006
@@ -113,7 +113,7 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
     trace: TracePath = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -122,7 +122,7 @@ def chat(
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
 ) -> None:
-    """Talk to a model; text that came from accepted guesses is green. Ctrl-C stops an answer, Ctrl-D ends."""
+    """Chat with a model; accepted draft tokens are green. Ctrl-C stops an answer, Ctrl-D ends the chat."""
     loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft)
     given = {
         "method": method, "policy": policy, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
@@ -136,7 +136,7 @@ def chat(
     messages = [{"role": "system", "content": system}] if system else []
     state_memory(lm, max_tokens)
     console = Console()
-    console.print(f"[dim]{model}, method {method}; Ctrl-C stops an answer, Ctrl-D ends[/]")
+    console.print(f"[dim]{model}, method {method}; Ctrl-C stops an answer, Ctrl-D ends the chat[/]")
     with tracing(trace, lm) as writer:
         while (said := _asked(console)) is not None:
             if not said.strip():
@@ -147,7 +147,7 @@ def chat(
 
 
 def _asked(console: Console) -> str | None:
-    """A line of the user's; None when there is no more."""
+    """Read a line from the user; None at the end of the input."""
     try:
         return console.input("[bold]> [/]")
     except (EOFError, KeyboardInterrupt):

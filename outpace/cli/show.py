@@ -1,4 +1,4 @@
-"""outpace show: a trace to look at."""
+"""outpace show: display a trace."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 @app.command()
 @reports_errors
 def show(
-    trace: Annotated[Path, typer.Argument(help="A file that --trace wrote.")],
-    output: Annotated[Path | None, typer.Option(help="Where the page goes; default: beside the trace.")] = None,
-    in_terminal: Annotated[bool, typer.Option("--terminal", help="Show it here instead of as a page.")] = False,
-    request: Annotated[int | None, typer.Option(help="Only this request, with --terminal.")] = None,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Write the page and do not open a browser.")] = False,
+    trace: Annotated[Path, typer.Argument(help="File written by --trace.")],
+    output: Annotated[Path | None, typer.Option(help="File for the page; default: beside the trace.")] = None,
+    in_terminal: Annotated[
+        bool, typer.Option("--terminal", help="Print to the terminal instead of an HTML page.")
+    ] = False,
+    request: Annotated[int | None, typer.Option(help="Show only this request; needs --terminal.")] = None,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Write the page without opening a browser.")] = False,
 ) -> None:
-    """Show who proposed what in a trace, and why it was accepted or not, as one HTML file or in the terminal."""
+    """Show which draft tokens a trace has and why each was accepted or rejected, as an HTML page or in the terminal."""
     if request is not None and not in_terminal:
-        raise UsageError("--request goes with --terminal; the page lets you choose a request")
+        raise UsageError("--request needs --terminal; in the page you can choose a request")
     checks.readable(trace)
     checks.writable(output, "the page")
     from outpace.tracing.trace import read
@@ -46,11 +48,11 @@ def show(
     page.write(found, target)
     typer.echo(str(target))
     if not no_open:
-        with suppress(webbrowser.Error):  # without a browser the path is enough
+        with suppress(webbrowser.Error):  # without a browser, the printed path is enough
             webbrowser.open(target.resolve().as_uri())
 
 
 def _check(trace: Trace, request: int | None) -> None:
     count = len(trace.requests)
     if request is not None and not 0 <= request < count:
-        raise UsageError(f"there is no request {request}: the trace has {count}, and the first is 0")
+        raise UsageError(f"no request {request}: the trace has {count}, numbered from 0")

@@ -1,4 +1,4 @@
-"""outpace verify: does a method, or a server, give what the model itself would have given?"""
+"""outpace verify: check that a method or a server gives the answers that the model gives by plain decoding."""
 
 from __future__ import annotations
 
@@ -54,22 +54,25 @@ if TYPE_CHECKING:
     from outpace.verify.suite import PlannedCheck
 
 Methods = Annotated[
-    list[str], typer.Option("--method", help="A method, or name:option=value,...; may be repeated. Default: all.")
+    list[str], typer.Option("--method", help="NAME or NAME:option=value,...; repeatable. Default: all that can run.")
 ]
-PromptFile = Annotated[Path | None, typer.Option("--prompts", help="JSONL with prompt, turns or messages.")]
-Limit = Annotated[int | None, typer.Option(help="Most prompts per task.")]
-ServerUrl = Annotated[str | None, typer.Option("--server", help="An OpenAI-compatible server instead of a model.")]
-OffUrl = Annotated[str | None, typer.Option("--reference-server", help="The same model served without speculation.")]
-On = Annotated[str, typer.Option("--on", help="JSON fields that turn speculation on in a request.")]
-Off = Annotated[str, typer.Option("--off", help="JSON fields that turn speculation off in a request.")]
-Served = Annotated[str | None, typer.Option("--served-model", help="The server's name of the model.")]
+PromptFile = Annotated[
+    Path | None, typer.Option("--prompts", help="JSONL with prompt, turns or messages; default: built-in prompts.")
+]
+Limit = Annotated[int | None, typer.Option(help="Maximum number of prompts per task.")]
+ServerUrl = Annotated[str | None, typer.Option("--server", help="URL of an OpenAI-compatible server to check.")]
+OffUrl = Annotated[str | None, typer.Option("--reference-server", help="URL of the same model without speculation.")]
+On = Annotated[str, typer.Option("--on", help="Request fields that turn speculation on, as JSON.")]
+Off = Annotated[str, typer.Option("--off", help="Request fields that turn speculation off, as JSON.")]
+Served = Annotated[str | None, typer.Option("--served-model", help="The model's name on the server.")]
 
 
 @app.command()
 @reports_errors
 def verify(
     model: Annotated[
-        str | None, typer.Argument(help="Shelf name, folder, hub id or GGUF file; the reference of a server.")
+        str | None,
+        typer.Argument(help="Demo model, folder, Hugging Face id or GGUF file; with --server, the reference."),
     ] = None,
     method: Methods = [],  # noqa: B006
     draft: Draft = None,
@@ -77,18 +80,18 @@ def verify(
     verifier: VerifierName = None,
     prompts: PromptFile = None,
     limit: Limit = 1,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 48,
-    temperature: Annotated[float, typer.Option(help="Of the sampled checks; greedy is always checked.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 48,
+    temperature: Annotated[float, typer.Option(help="Temperature of the sampled checks; greedy is checked too.")] = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Seed = 0,
     settings: Settings = [],  # noqa: B006
-    batch: Annotated[list[int], typer.Option(help="Batch sizes that must not matter.")] = [4],  # noqa: B006
-    samples: Annotated[int, typer.Option(help="Draws per text in the test of the sampled distribution.")] = 400,
-    contexts: Annotated[int, typer.Option(help="Prompts whose distribution is tested.")] = 2,
-    alpha: Annotated[float, typer.Option(help="Chance of a false alarm in the test of the distribution.")] = 0.001,
+    batch: Annotated[list[int], typer.Option(help="Batch size to check against single requests; repeatable.")] = [4],  # noqa: B006
+    samples: Annotated[int, typer.Option(help="Draws per prompt in the test of the sampled distribution.")] = 400,
+    contexts: Annotated[int, typer.Option(help="Number of prompts in the test of the sampled distribution.")] = 2,
+    alpha: Annotated[float, typer.Option(help="False-alarm probability of the distribution test.")] = 0.001,
     transformers: Annotated[bool, typer.Option("--transformers", help="Compare with Transformers' generate.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="A tie is a failure too.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Count a tie as a failure.")] = False,
     server: ServerUrl = None,
     reference_server: OffUrl = None,
     on: On = "{}",
@@ -103,7 +106,7 @@ def verify(
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
 ) -> None:
-    """Prove that speculation does not change the answers. Exit code 0: proven; 1: something differs."""
+    """Check that speculation does not change the answers. Exit code 0: no check failed; 1: something differs."""
     if find_spec("scipy") is None:
         raise OutpaceError("the test of the sampled distribution needs scipy: pip install 'outpace[verify]'")
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings)}
@@ -112,7 +115,7 @@ def verify(
     loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft)
     checks.writable(junit, "the JUnit file")
     if server is not None and (draft or quantize_draft):
-        raise UsageError("--draft and --quantize-draft are for a model that runs here: a server has its own draft")
+        raise UsageError("--draft and --quantize-draft do not work with --server: a server has its own draft model")
     if server is None or model is not None:
         loading.check(model or DEFAULT_MODEL, draft)
     for spec in method or ["plain"]:
@@ -134,7 +137,7 @@ def verify(
         asked = _of_model(lm, subjects, found, plan | {"batches": tuple(batch)}, transformers)
     stated = {k: v for k, v in plan.items() if k != "sampling"} | shared | vars(sampling) | loading._asdict()
     answers: list[Check] = []
-    with suppress(KeyboardInterrupt):  # what was found by then is reported
+    with suppress(KeyboardInterrupt):  # the checks that are done are reported
         answers.extend(_answers(asked))
     report = Report(server or model or DEFAULT_MODEL, stated, answers, len(answers) == len(asked))
     if junit is not None:
@@ -152,7 +155,7 @@ def verify(
 
 @dataclass(frozen=True)
 class Urls:
-    """A server with speculation, and how to have the same without."""
+    """A server with speculation, and how to reach it without."""
 
     on: str
     off: str | None
@@ -185,7 +188,7 @@ def _of_model(
 
 
 def _answers(asked: list[PlannedCheck]) -> Iterator[Check]:
-    """Checks, with a bar that says which one runs."""
+    """Run the checks with a progress bar that names the current one."""
     from outpace.verify.suite import answered
 
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

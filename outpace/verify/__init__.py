@@ -1,1 +1,1 @@
-"""Proof that a model answers with the text of plain decoding, here or on a server."""
+"""Checks that a model, here or on a server, gives the same text as plain decoding."""

@@ -1,4 +1,4 @@
-"""Callers: several use one model at once, and each should get the answer that it gets alone."""
+"""Ways to use one model concurrently: each caller should get the answer that it gets alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from outpace.api.stream import Completion
 
 
 def in_threads(model: Model, requests: Seq[Request]) -> list[Completion]:
-    """A thread for each request."""
+    """Answer each request in its own thread."""
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(model.generate, requests))
 
 
 def in_turn(model: Model, requests: Seq[Request]) -> list[Completion]:
-    """Streams that are read piece by piece in turn, but for the first request: it is answered whole between pieces."""
+    """Read one stream per request piece by piece, in turn; the first request is answered whole between two pieces."""
     first, *others = requests
     streams = [model.stream(request) for request in others]
     read: list[list[int]] = [[] for _ in others]

@@ -1,10 +1,10 @@
-"""Law: are sampled tokens distributed as the model and the sampling settings say?
+"""The check that sampled tokens follow the distribution that the model and the sampling settings define.
 
-Many short answers to one prompt, each with a seed of its own, give counts of the next token after the prompt and after
-each frequent beginning of an answer. The expected distribution comes from the model by itself and from Transformers'
-own filters, so it shares no code with what it tests. Pearson's chi-squared compares the two; rare tokens share a bin.
-The null is composite: a distribution that is off by no more than the model's own rounding. Holm's rule corrects for
-many tests.
+Many short answers to one prompt, each with its own seed, give counts of the next token after the prompt and after each
+frequent prefix of an answer. The expected distribution comes from a plain pass of the model and Transformers' own
+filters, so it shares no code with what it tests. Pearson's chi-squared test compares the two; rare tokens share a bin.
+The null hypothesis is composite: any distribution within the model's own rounding of the expected one. Holm's method
+corrects for multiple tests.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from outpace.verify.judge import SAFETY, rounding_of
 from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check
 
-DEPTH = 3  # tokens of each short answer: the later ones are reached by accepted guesses
-LEAST = 50  # draws after one beginning that are worth a test
-EXPECTED = 5.0  # draws that a bin should hold, by the usual rule
+DEPTH = 3  # tokens of each short answer: the later ones are reached through accepted draft tokens
+LEAST = 50  # least draws after a prefix for a test
+EXPECTED = 5.0  # least expected draws of a bin, by the usual rule
 POWER = 0.9
 
-Following = dict[tuple[Any, ...], Counter[Any]]  # what came next, by what came before
+Following = dict[tuple[Any, ...], Counter[Any]]  # prefix -> counts of the next token
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What was drawn after one text, and the distribution it should follow."""
+    """The tokens drawn after one text, and the distribution that they should follow."""
 
     prompt: int
     prefix: list[int]
     drawn: Counter[int]
     distribution: Tensor  # [vocab], float64, in higher precision
-    native: Tensor  # [vocab], in the model's own
-    impossible: int  # draws of tokens that the distribution excludes, rounding granted
+    native: Tensor  # [vocab], in the model's own precision
+    impossible: int  # draws of tokens that the distribution excludes even with rounding
 
     @property
     def size(self) -> int:
@@ -49,9 +49,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class PearsonTest:
-    """Pearson's test of one text."""
+    """The result of Pearson's test for one text."""
 
-    __test__ = False  # not a test of pytest's
+    __test__ = False  # not a test for pytest to collect
 
     prompt: int
     prefix: list[int]
@@ -59,11 +59,11 @@ class PearsonTest:
     bins: int
     chi2: float
     p: float
-    effect: float  # the smallest deviation (Cohen's w) that is found with a chance of 90 %
+    effect: float  # the smallest deviation (Cohen's w) that is detected with a power of 90 %
 
 
 def sampled_distribution(plan: VerifyPlan, subject: Subject) -> Check:
-    """Chi-squared tests of the counts, corrected for their number."""
+    """Run chi-squared tests of the counts, corrected for multiple testing."""
     name = "sampled distribution"
     found = [counts for index in range(min(plan.contexts, len(plan.prompts))) for counts in draw(plan, subject, index)]
     tests = [chi_squared(counts, plan.alpha / len(found)) for counts in found]
@@ -84,14 +84,14 @@ def sampled_distribution(plan: VerifyPlan, subject: Subject) -> Check:
 
 
 def finds(effects: list[float]) -> str:
-    """What the tests would have found, in words: the smallest deviation of the best test and of the worst."""
+    """Describe the smallest deviation that the most and the least sensitive test would detect."""
     if not effects:
-        return "nothing was left to chance"
-    return f"finds w >= {min(effects):.2f} (after the rarest text {max(effects):.2f}) with power {POWER:.0%}"
+        return "the distribution left no choice, so nothing was tested"
+    return f"detects w >= {min(effects):.2f} (after the rarest text {max(effects):.2f}) with power {POWER:.0%}"
 
 
 def draw(plan: VerifyPlan, subject: Subject, index: int) -> list[Counts]:
-    """Counts of the next token after a prompt and after each frequent beginning of its answers."""
+    """Count the next token after a prompt and after each frequent prefix of its answers."""
     prompt = plan.prompts[index]
     requests = [
         plan.request(subject, prompt, **vars(replace(plan.sampling, seed=plan.sampling.seed + i)), ignore_eos=True)
@@ -101,14 +101,14 @@ def draw(plan: VerifyPlan, subject: Subject, index: int) -> list[Counts]:
     done = plan.model.generate(short)
     failed = next((completion.error for completion in done if completion.error is not None), None)
     if failed is not None:
-        raise OutpaceError(f"{subject.name} failed while it was sampled: {failed}")
+        raise OutpaceError(f"{subject.name} failed during sampling: {failed}")
     found = following([completion.tokens for completion in done])
     frequent = {prefix: drawn for prefix, drawn in found.items() if drawn.total() >= LEAST}
     return [_counts(plan, index, list(prefix), drawn) for prefix, drawn in frequent.items()]
 
 
 def following(texts: list[list[Any]]) -> Following:
-    """What came next after each beginning of these texts, counted."""
+    """Count the next token after each prefix of these texts."""
     out: Following = {}
     for text in texts:
         for depth, unit in enumerate(text):
@@ -133,19 +133,19 @@ def _counts(plan: VerifyPlan, index: int, prefix: list[int], drawn: Counter[int]
 
 
 def _could_be(logits: Tensor, token: int, rounding: float, sampling: Sampling, text: list[int], start: int) -> bool:
-    """Whether rounding alone can bring the token into the distribution."""
+    """Whether rounding alone can give the token a probability above 0."""
     moved = logits - rounding
     moved[token] += 2 * rounding
     return bool(expected_distribution(moved, text, start, sampling)[token] > 0)
 
 
 def chi_squared(counts: Counts, alpha: float) -> PearsonTest:
-    """Pearson's test against every distribution that the model's own rounding could have made of the expected one."""
+    """Run Pearson's test against all distributions within the model's own rounding of the expected one."""
     from scipy.optimize import brentq
     from scipy.stats import ncx2
 
     size, bins = counts.size, _bins(counts)
-    if len(bins) < 2:  # the distribution is as good as certain
+    if len(bins) < 2:  # nearly all probability is on one token
         return PearsonTest(counts.prompt, counts.prefix, size, len(bins), 0.0, 1.0, float("inf"))
     chi2 = sum((b.drawn - size * b.distribution) ** 2 / (size * b.distribution) for b in bins)
     slack = size * sum((SAFETY * (b.native - b.distribution)) ** 2 / b.distribution for b in bins)
@@ -158,7 +158,7 @@ def chi_squared(counts: Counts, alpha: float) -> PearsonTest:
 
 @dataclass(frozen=True)
 class ProbabilityBin:
-    """One token, or all rare ones together: draws, and the probability by either precision."""
+    """The draws of one token, or of all rare tokens together, and its probability in both precisions."""
 
     drawn: int
     distribution: float
@@ -173,7 +173,7 @@ def _bins(counts: Counts) -> list[ProbabilityBin]:
     )
     if rest.distribution * counts.size >= EXPECTED or not bins:
         return [*bins, rest]
-    # Too little for a bin of its own: it joins the smallest.
+    # Too small for its own bin: merge it into the smallest one.
     bins.sort(key=lambda b: -b.distribution)
     last = bins.pop()
     return [
@@ -183,7 +183,7 @@ def _bins(counts: Counts) -> list[ProbabilityBin]:
 
 
 def holm(p: list[float], alpha: float) -> int:
-    """How many of the nulls are rejected, with a chance of at most `alpha` that any of them was true."""
+    """How many null hypotheses are rejected, where the probability that any of them was true is at most `alpha`."""
     for i, value in enumerate(sorted(p)):
         if value > alpha / (len(p) - i):
             return i

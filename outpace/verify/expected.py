@@ -1,4 +1,4 @@
-"""The distribution that sampling settings ask for, by Transformers' own processors: it shares no code with our
+"""The distribution that sampling settings define, from Transformers' own processors: no code is shared with our
 sampler."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from outpace.sampling.settings import Sampling
 
 
 def expected_distribution(logits: Tensor, text: list[int], start: int, sampling: Sampling) -> Tensor:
-    """The distribution of the next token by Transformers' own processors, and OpenAI's formula for the two it has
-    not."""
+    """Compute the next-token distribution with Transformers' processors, and with OpenAI's formula for the presence
+    and frequency penalties, which Transformers lacks."""
     from transformers.generation import logits_process as theirs
 
     ids, scores = torch.tensor([text], device=logits.device), logits.double()[None].clone()  # [1, vocab]

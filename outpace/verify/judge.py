@@ -1,8 +1,8 @@
-"""Judge: is each token of an answer the one that the model itself chooses there, or as good as that?
+"""The judge of finished answers: is each token the model's own choice, or as good within rounding?
 
 The model runs over the finished answer in one plain pass, in higher precision, without our loop, attention or cache. A
-token that it would not choose is a tie when moving every logit by the model's own rounding makes it the choice, and a
-bug otherwise. So every token is judged, also those after a tie, where two texts go different ways.
+token that it would not choose is a tie if moving every logit by the model's own rounding makes it the choice, and a
+bug otherwise. This judges every token, also after a tie, where two answers diverge.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from outpace.sampling.sampler import Sampler
 from outpace.text import first_difference
 from outpace.verify.records import Divergence
 
-NEAR = 16  # tokens that could be chosen: the rounding of their logits counts
-SAFETY = 2.0  # passes of other shapes round differently from the one that was measured
+NEAR = 16  # likeliest tokens, which could be chosen: the rounding of their logits counts
+SAFETY = 2.0  # margin: passes of other shapes round differently from the measured one
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Answer:
 
 @dataclass
 class Judge:
-    """Judges answers of one model; an answer that many methods gave is judged once."""
+    """Judges the answers of one model; an answer that several methods give is judged once."""
 
     reference: Reference
     _known: dict[tuple[object, ...], list[Divergence]] = field(default_factory=dict)
 
     def answer(self, answer: Answer, index: int = 0) -> list[Divergence]:
-        """Tokens that the model itself would not have chosen."""
+        """Find the tokens that the model itself would not have chosen."""
         key = (index, tuple(answer.prompt), tuple(answer.tokens), repr(answer.sampler.sampling), answer.sampler.seed)
         if key not in self._known:
             self._known[key] = self._judge(answer, index)
@@ -60,12 +60,12 @@ class Judge:
         return found
 
     def between(self, expected: Answer, got: Seq[int], index: int = 0) -> Divergence | None:
-        """The first place at which `got` leaves the expected answer, told apart as a tie or a bug."""
+        """Find the first token of `got` that differs from the expected answer, as a tie or a bug."""
         at = first_difference(expected.tokens, got)
         if at is None:
             return None
         wanted, other = _token(expected.tokens, at), _token(got, at)
-        if wanted < 0 or other < 0:  # one of them ended: no rounding does that
+        if wanted < 0 or other < 0:  # one of them ended: rounding cannot explain that
             return Divergence(index, at, wanted, other, None, None, explained=False)
         prefix = expected.prompt + expected.tokens[:at]
         precise = self.reference.precise(prefix, at + 1)  # [at + 1, vocab]
@@ -78,7 +78,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Difference:
-    """The model chooses another token; `tie` when rounding explains that."""
+    """The token that the model chooses instead; `tie` if rounding explains the difference."""
 
     choice: int
     gap: float
@@ -86,7 +86,7 @@ class Difference:
 
 
 def compare(logits: Tensor, token: int, rounding: float, sampler: Sampler, prefix: list[int]) -> Difference | None:
-    """None when the model chooses `token` after `prefix`."""  # [vocab]
+    """Compare `token` with the model's choice after `prefix`; None if they are the same."""  # [vocab]
     scores = sampler.noised(sampler.process(logits, prefix), len(prefix))
     choice = int(scores.argmax())
     if choice == token:
@@ -97,10 +97,10 @@ def compare(logits: Tensor, token: int, rounding: float, sampler: Sampler, prefi
 
 
 def rounding_of(native: Tensor, precise: Tensor) -> float:
-    """How far the model's own arithmetic moves the logits of tokens that could be chosen."""  # [count, vocab]
+    """Bound how far the model's own arithmetic moves the logits of the likeliest tokens."""  # [count, vocab]
     near = precise.topk(min(NEAR, precise.shape[-1])).indices
     measured = (native.to(precise).gather(-1, near) - precise.gather(-1, near)).abs().max()
-    least = torch.finfo(native.dtype).eps * precise.abs().max()  # of the logits themselves
+    least = torch.finfo(native.dtype).eps * precise.abs().max()  # the rounding of the logits themselves
     return SAFETY * float(torch.maximum(measured, least))
 
 

@@ -1,7 +1,7 @@
-"""Price: what a lossy method costs, in place of a verdict.
+"""The quality that a lossy method costs, reported in place of a verdict.
 
-KL divergence of its next-token draws from the target's distribution, how likely the target finds its greedy answers
-next to plain decoding's, and the task score where the prompts carry answers.
+It is measured by the KL divergence of its next-token draws from the target's distribution, by the target's mean
+log-probability of its greedy answers and of plain decoding's, and by the task score where the prompts have answers.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def price(plan: VerifyPlan, subject: Subject) -> Check:
 
 
 def kl_divergence(drawn: dict[int, int], distribution: Tensor) -> float:
-    """KL(draws || distribution) in nats, less the bias that counting gives (Miller and Madow)."""  # [vocab]
+    """Estimate KL(draws || distribution) in nats, with the Miller-Madow correction of the bias."""  # [vocab]
     size = sum(drawn.values())
     raw = sum(n / size * math.log(n / size / max(float(distribution[token]), 1e-12)) for token, n in drawn.items())
     return raw - (len(drawn) - 1) / (2 * size)
 
 
 def _pooled(found: list[Counts]) -> tuple[float, float, float]:
-    """The mean over all texts, weighted by draws, with a 95 % bootstrap interval."""
+    """The mean KL divergence over all texts, weighted by draws, with a 95 % bootstrap interval."""
     random = np.random.default_rng(0)
 
     def once(resampled: bool) -> float:
@@ -70,7 +70,7 @@ def _pooled(found: list[Counts]) -> tuple[float, float, float]:
 
 
 def _mean_logprob(plan: VerifyPlan, answers: list[list[int]]) -> float:
-    """How likely the target finds these answers, per token."""
+    """The target's mean log-probability per token of these answers."""
     total, count = 0.0, 0
     for prompt, tokens in zip(plan.prompts, answers, strict=True):
         logits = plan.judge.reference.precise((prompt + tokens)[:-1], len(tokens))  # [tokens, vocab]
@@ -85,7 +85,7 @@ def _score(texts: list[str], answers: dict[int, str]) -> float:
 
 
 def is_right(text: str, answer: str) -> bool:
-    """A number is right when it is the last one; other answers when they occur."""
+    """A numeric answer must be the last number of the text; any other answer must occur in it."""
     if re.fullmatch(r"-?[\d.,]+", answer):
         numbers = re.findall(r"-?\d[\d,]*\.?\d*", text)
         return bool(numbers) and float(numbers[-1].replace(",", "").rstrip(".")) == float(answer.replace(",", ""))

@@ -1,4 +1,4 @@
-"""Parity: the same tokens as plain decoding, as Transformers, with the same seed, and in any batch."""
+"""Parity checks: the same tokens as plain decoding and Transformers, with the same seed, and in any batch."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ GREEDY = Sampling()
 
 
 class Parity:
-    """Parity checks of one plan; each answer is computed once."""
+    """The parity checks of one plan; each answer is computed once."""
 
     def __init__(self, plan: VerifyPlan):
         self.plan = plan
         self._answers: dict[tuple[str, float, int], list[Completion]] = {}
 
     def greedy(self, subject: Subject) -> Check:
-        """Greedy answers equal plain decoding's."""
+        """Check that greedy answers equal those of plain decoding."""
         return self._equal(subject, "greedy = plain", GREEDY)
 
     def seeded(self, subject: Subject) -> Check:
-        """Sampled answers equal plain decoding's with the same seed."""
+        """Check that sampled answers equal those of plain decoding with the same seed."""
         return self._equal(subject, "same seed = plain", self.plan.sampling)
 
     def batched(self, subject: Subject) -> Check:
-        """Answers in ragged batches equal plain decoding's, alone."""
+        """Check that answers in ragged batches equal those of plain decoding at batch size 1."""
         sizes = self.plan.batches
         parts = [
             self._alone(subject, sampling, self._run(subject, sampling, size))
@@ -45,7 +45,7 @@ class Parity:
         return replace(found, figures=found.figures | {"batches": list(sizes)})
 
     def callers(self, subject: Subject) -> Check:
-        """Answers to callers that use the model at the same time equal plain decoding's, alone."""
+        """Check that answers to concurrent callers equal those of plain decoding at batch size 1."""
         parts = [
             self._alone(subject, sampling, answers)
             for way in WAYS.values()
@@ -55,7 +55,7 @@ class Parity:
         return self._all(subject, "callers = alone", parts, f"in {' and '.join(WAYS)}")
 
     def judged(self, subject: Subject) -> Check:
-        """Every token of every answer is the choice of the model itself, in higher precision."""
+        """Check that every token of every answer is the model's own choice, in higher precision."""
         plan, divergences, tokens = self.plan, list[Divergence](), 0
         for sampling in self._samplings(subject):
             for index, completion in enumerate(self._run(subject, sampling, 1)):
@@ -67,11 +67,11 @@ class Parity:
         return Check(subject.name, "every token", verdict_of(divergences), summary, self._named(divergences), figures)
 
     def transformers(self, subject: Subject) -> Check:
-        """Greedy answers equal those of Transformers' own `generate`."""
+        """Check that greedy answers equal those of Transformers' own `generate`."""
         plan, name = self.plan, "greedy = Transformers"
         model: Any = getattr(plan.model.lm, "model", None)
         if model is None:
-            return Check(subject.name, name, "skip", "this is not a Transformers model")
+            return Check(subject.name, name, "skip", "not a Transformers model")
         divergences = []
         ours = self._run(subject, GREEDY, 1)
         for index, completion in enumerate(ours):
@@ -88,7 +88,7 @@ class Parity:
         return self._check(subject, name, self._alone(subject, sampling, given), len(given))
 
     def _alone(self, subject: Subject, sampling: Sampling, given: list[Completion]) -> list[Divergence]:
-        """Where answers differ from those of plain decoding, each prompt alone."""
+        """Find where answers differ from those of plain decoding at batch size 1."""
         plan, divergences = self.plan, list[Divergence]()
         for index, (wanted, got) in enumerate(zip(self._run(_plain(subject), sampling, 1), given, strict=True)):
             expected = plan.answer(wanted, index, sampling)
@@ -110,7 +110,7 @@ class Parity:
         return self._answers[key]
 
     def _named(self, divergences: list[Divergence]) -> list[Divergence]:
-        """With the texts of the two tokens."""
+        """Add the texts of the two tokens to each divergence."""
         tokenizer = self.plan.model.tokenizer
         if tokenizer is None:
             return divergences
@@ -122,7 +122,7 @@ class Parity:
 
 
 def keeps_seed(plan: VerifyPlan, subject: Subject) -> bool:
-    """Whether the method promises the seed's own text, and not only its distribution."""
+    """Whether the method promises the same text for a seed, and not only the same distribution."""
     return plan.model.sequence(plan.request(subject, plan.prompts[0])).verifier.shares_noise
 
 
@@ -146,7 +146,7 @@ def _said(divergences: Seq[Divergence], answers: int) -> str:
 def _generate(model: Any, prompt: list[int], most: int, stops: frozenset[int]) -> list[int]:
     from transformers import GenerationConfig
 
-    # A config of its own: the checkpoint's may hold penalties that were not asked for here.
+    # A new config: the checkpoint's may hold penalties that this check does not use.
     config = GenerationConfig(max_new_tokens=most, eos_token_id=sorted(stops) or None, pad_token_id=0)
     ids = torch.tensor([prompt], device=model.device)
     with torch.no_grad():

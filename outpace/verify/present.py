@@ -1,4 +1,4 @@
-"""How a report is shown: a Rich table, JSON, JUnit XML."""
+"""Output formats of a report: a Rich table, JSON and JUnit XML."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from outpace.errors import OutpaceError
 from outpace.verify.records import Check, Report, Verdict
 
 COLOURS: dict[Verdict, str] = {"pass": "green", "tie": "yellow", "fail": "bold red", "price": "magenta", "skip": "dim"}
-SHOWN = 5  # divergences of a check
+SHOWN = 5  # divergences shown per check
 
 
 def table(report: Report) -> Group:
-    """The checks, then what diverged, then the verdict."""
-    rows = Table("method", "check", "verdict", "what was found", expand=True)
+    """Build the tables of the checks and the divergences, and the line with the verdict."""
+    rows = Table("method", "check", "verdict", "result", expand=True)
     for check in report.checks:
         verdict = Text(check.verdict, style=COLOURS[check.verdict])
         rows.add_row(check.subject, check.name, verdict, escape(check.summary))
@@ -34,9 +34,9 @@ def verdict_line(report: Report) -> Text:
         names = ", ".join(dict.fromkeys(check.subject for check in failed))
         return Text(f"FAIL: {len(failed)} of {len(report.checks)} checks ({names})", style="bold red")
     if not report.complete:
-        return Text(f"INCOMPLETE: {len(report.checks)} checks were done, none of them failed", style="bold yellow")
+        return Text(f"INCOMPLETE: interrupted after {len(report.checks)} checks, none failed", style="bold yellow")
     ties = sum(check.verdict == "tie" for check in report.checks)
-    explained = f"; {ties} with divergences that rounding explains (bitwise=True removes them)" if ties else ""
+    explained = f"; {ties} with differences that rounding explains (bitwise=True removes them)" if ties else ""
     return Text(f"PASS: {len(report.checks)} checks{explained}", style="bold green")
 
 
@@ -55,7 +55,7 @@ def _divergences(checks: list[Check]) -> list[Table]:
 
 
 def _named(token: int, text: str) -> str:
-    """The id, where there is one, and the text."""
+    """The token id, if known, and the text."""
     return f"{token} {text!r}" if token >= 0 else repr(text)
 
 
@@ -64,7 +64,7 @@ def to_json(report: Report) -> str:
 
 
 def write_junit(report: Report, path: Path) -> None:
-    """One test case per check, for a CI that reads JUnit XML."""
+    """Write one test case per check, for a CI that reads JUnit XML."""
     count = {kind: sum(check.verdict == kind for check in report.checks) for kind in ("fail", "skip")}
     suite = xml.Element(
         "testsuite",

@@ -1,9 +1,9 @@
-"""What checks find: divergences, verdicts and reports.
+"""Results of checks: divergences, verdicts and reports.
 
-pass   nothing differs
-tie    what differs was nearly equally good: the model's own rounding explains it
-fail   what differs is not explained by rounding
-price  a lossy method: what it costs, instead of a verdict
+pass   no difference
+tie    the differing tokens are equally good within the model's own rounding
+fail   rounding does not explain a difference
+price  a lossy method: the quality it costs, instead of a verdict
 skip   the check does not apply
 """
 
@@ -18,21 +18,21 @@ Verdict = Literal["pass", "tie", "fail", "price", "skip"]
 
 @dataclass(frozen=True)
 class Divergence:
-    """A token that is not the one that was expected."""
+    """A token that differs from the expected one."""
 
-    prompt: int  # index
-    position: int  # in the answer
+    prompt: int  # index of the prompt
+    position: int  # index of the token in the answer
     expected: int
     got: int
-    gap: float | None  # how far the expected token leads by logits (noise included), in higher precision
+    gap: float | None  # lead of the expected token in logits (noise included), in higher precision
     rounding: float | None  # how far the model's own rounding moves a logit
     explained: bool  # True: a tie
-    texts: tuple[str, str] = ("", "")  # of the two tokens
+    texts: tuple[str, str] = ("", "")  # texts of the two tokens
 
 
 @dataclass(frozen=True)
 class Check:
-    """One question, answered."""
+    """The result of one check."""
 
     subject: str  # the method, or the server
     name: str
@@ -49,12 +49,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was asked of one model."""
+    """All checks of one model."""
 
     model: str
     settings: dict[str, Any]
     checks: list[Check]
-    complete: bool = True  # False: broken off before all was asked
+    complete: bool = True  # False: interrupted before the last check
 
     @property
     def failed(self) -> bool:

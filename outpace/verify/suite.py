@@ -1,4 +1,4 @@
-"""Suite: all checks of all methods, one after the other."""
+"""The list of checks for a model, and the loop that runs them one after another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outpace.verify.records import Check
 
 @dataclass(frozen=True)
 class PlannedCheck:
-    """A check that is about to run."""
+    """A check that has not run yet."""
 
     subject: str
     name: str
@@ -28,7 +28,7 @@ class PlannedCheck:
 
 
 def questions(plan: VerifyPlan, subjects: list[Subject], transformers: bool = False) -> list[PlannedCheck]:
-    """What is asked: plain decoding itself is judged first, then each method."""
+    """List the checks: first those of plain decoding, then those of each method."""
     parity = Parity(plan)
     out = []
     for subject in [PLAIN, *(s for s in subjects if s.name != PLAIN.name)]:
@@ -43,22 +43,22 @@ def questions(plan: VerifyPlan, subjects: list[Subject], transformers: bool = Fa
         if not (sequence.drafter.lossless and sequence.verifier.lossless):
             out.append(PlannedCheck(subject.name, "price", partial(price, plan, subject)))
             continue
-        asked: dict[str, Callable[[Subject], Check]] = {
+        checks: dict[str, Callable[[Subject], Check]] = {
             "every token": parity.judged,
             "batch = alone": parity.batched,
             "callers = alone": parity.callers,
         }
         if subject is not PLAIN:
-            asked = {"greedy = plain": parity.greedy, **asked}
+            checks = {"greedy = plain": parity.greedy, **checks}
             if keeps_seed(plan, subject):
-                asked["same seed = plain"] = parity.seeded
+                checks["same seed = plain"] = parity.seeded
         if sequence.verifier.needs_trees:
-            del asked["every token"]  # its rule is not a distribution of the next token
+            del checks["every token"]  # contrastive search does not choose from a next-token distribution
         else:
-            asked["sampled distribution"] = partial(sampled_distribution, plan)
-        if transformers and subject is PLAIN:  # the others are compared with plain
-            asked["greedy = Transformers"] = parity.transformers
-        out += [PlannedCheck(subject.name, name, partial(ask, subject)) for name, ask in asked.items()]
+            checks["sampled distribution"] = partial(sampled_distribution, plan)
+        if transformers and subject is PLAIN:  # the other methods are compared with plain
+            checks["greedy = Transformers"] = parity.transformers
+        out += [PlannedCheck(subject.name, name, partial(ask, subject)) for name, ask in checks.items()]
     return out
 
 
@@ -67,7 +67,7 @@ def _given(check: Check) -> Check:
 
 
 def subjects_of(specs: list[str], model: Model, draft: Model | None, shared: dict[str, Any]) -> list[Subject]:
-    """Methods as "name" or "name:option=value,..."; without any, all that can run with what is there."""
+    """Parse methods given as "name" or "name:option=value,..."; without any, take all that can run on this model."""
     if not specs:
         able = [name for name in methods() if draft is not None or "draft" not in required(find(name))]
         specs = [name for name in able if find(name).fits(model.lm)]
@@ -81,7 +81,7 @@ def subjects_of(specs: list[str], model: Model, draft: Model | None, shared: dic
 
 
 def answered(questions: list[PlannedCheck]) -> Iterator[Check]:
-    """Checks as they are done, with the time each took."""
+    """Run the checks, and yield each result with its time."""
     for question in questions:
         start = time.perf_counter()
         check = question.ask()

@@ -1,1 +1,1 @@
-"""Commands that train, compress and export heads and drafts."""
+"""Commands that train, compress and export heads and draft models."""

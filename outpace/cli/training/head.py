@@ -1,4 +1,4 @@
-"""outpace head: what a trained head is, ours or published, and ours in the layout that vLLM and SGLang serve."""
+"""outpace head: describe a trained head, ours or published, compress it, or export it for vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from outpace.cli.flags import AsJson, Device, Dtype, ModelName
 from outpace.errors import unknown
 
 LAYOUTS = ("speculators", "eagle")
-heads = typer.Typer(no_args_is_help=True, help="Look at trained heads, and export them.")
+heads = typer.Typer(no_args_is_help=True, help="Describe, compress and export trained heads.")
 app.add_typer(heads, name="head")
 
-Folder = Annotated[Path, typer.Argument(help="Folder of the head, ours or published, or of a model with MTP layers.")]
+Folder = Annotated[
+    Path, typer.Argument(help="Folder of a head (Outpace's or published), or of a model with MTP layers.")
+]
 
 
 @heads.command()
 @reports_errors
 def show(folder: Folder, as_json: AsJson = False) -> None:
-    """Say what the head in a folder is, and for which model it was made."""
+    """Describe the head in a folder, and the model that it belongs to."""
     checks.folder(folder)
     from outpace.heads.describe import describe
 
@@ -43,16 +45,16 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
 @reports_errors
 def export(
     folder: Folder,
-    output: Annotated[Path, typer.Option(help="The folder to write, which must not exist yet.")],
+    output: Annotated[Path, typer.Option(help="New folder to write; it must not exist yet.")],
     model: ModelName,
-    to: Annotated[str, typer.Option(help="The layout: speculators (vLLM), or eagle (SGLang, vLLM).")] = "speculators",
-    name: Annotated[str | None, typer.Option(help="What others call the model, if not as --model.")] = None,
+    to: Annotated[str, typer.Option(help="Format: speculators (vLLM), or eagle (SGLang, vLLM).")] = "speculators",
+    name: Annotated[str | None, typer.Option(help="Name of the target in the files; default: --model.")] = None,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Write a head so that vLLM and SGLang can serve it with its model."""
+    """Export a head in a format that vLLM or SGLang can serve with its model."""
     if to not in LAYOUTS:
-        raise unknown("layout", to, LAYOUTS)
+        raise unknown("format", to, LAYOUTS)
     checks.folder(folder)
     loading = Loading(dtype, device, compile=False)
     loading.check(model)
@@ -67,16 +69,16 @@ def export(
 @heads.command()
 @reports_errors
 def compress(
-    folder: Annotated[Path, typer.Argument(help="Folder of a head that was trained here.")],
-    output: Annotated[Path, typer.Option(help="The folder to write.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a head trained with Outpace.")],
+    output: Annotated[Path, typer.Option(help="Folder to write.")],
 ) -> None:
-    """Write a head with its matrices in int8: half as large, with nearly the same guesses."""
+    """Write a copy of a head with int8 matrices: half the size, with nearly the same draft tokens."""
     checks.folder(folder)
     from outpace.heads import store
 
     store.compress(folder, output)
     sizes = [(place / store.WEIGHTS).stat().st_size / 1e6 for place in (folder, output)]
-    stderr.print(f"{output}: {sizes[0]:.1f} MB became {sizes[1]:.1f} MB", soft_wrap=True, highlight=False)
+    stderr.print(f"{output}: compressed from {sizes[0]:.1f} MB to {sizes[1]:.1f} MB", soft_wrap=True, highlight=False)
 
 
 def _spelled(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""outpace prune: which layers a model could do without, and a checkpoint without them."""
+"""outpace prune: find the layers that a model needs least, and write a checkpoint without them."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ if TYPE_CHECKING:
     from outpace.drafting.layer_search import LayerProbe
 
 RULES = ("angle", "search")
-DEPTH = 4  # of the chains that are counted
-LONGEST = 512  # tokens of a text
+DEPTH = 4  # draft length for the tokens per pass
+LONGEST = 512  # tokens of a prompt: longer ones lose their beginning
 
-Remove = Annotated[int, typer.Option(help="How many layers to leave out.")]
-Layers = Annotated[str | None, typer.Option(help="Exactly the layers that stay, as 0-8+15-29, instead of --remove.")]
-Output = Annotated[Path | None, typer.Option(help="Write the checkpoint to this folder, which must not exist yet.")]
-By = Annotated[str, typer.Option(help="angle: a block that turns its input least; search: any layers, tried out.")]
-Tries = Annotated[int, typer.Option(min=0, help="Sets of layers that the search looks at.")]
-Prompts = Annotated[Path | None, typer.Option(help="JSONL with prompt, turns or messages; default: a set of our own.")]
+Remove = Annotated[int, typer.Option(help="Number of layers to remove.")]
+Layers = Annotated[str | None, typer.Option(help="Layers to keep, as 0-8+15-29, instead of --remove.")]
+Output = Annotated[Path | None, typer.Option(help="New folder for the checkpoint; it must not exist yet.")]
+By = Annotated[str, typer.Option(help="angle: the block that rotates its input least; search: any layers, by trial.")]
+Tries = Annotated[int, typer.Option(min=0, help="Number of layer sets that the search tries.")]
+Prompts = Annotated[Path | None, typer.Option(help="JSONL with prompt, turns or messages; default: built-in prompts.")]
 
 
 @app.command()
 @reports_errors
 def prune(
-    model: Annotated[str, typer.Argument(help="Shelf name, folder or hub id.")],
+    model: Annotated[str, typer.Argument(help="Demo model, folder or Hugging Face id.")],
     remove: Remove = 0,
     layers: Layers = None,
     output: Output = None,
     by: By = RULES[0],
     tries: Tries = 24,
     prompts: Prompts = None,
-    limit: Annotated[int | None, typer.Option(help="Most prompts per task.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the model's own answers to look at.")] = 32,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of prompts per task.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer to evaluate on.")] = 32,
     as_json: AsJson = False,
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Find the layers that a model misses least, on its own answers; with --output, write it without them.
+    """Find the layers that a model needs least, on its own answers; with --output, write a checkpoint without them.
 
-    What is written is a draft for the same model, or for a larger one with the same vocabulary: --draft FOLDER.
+    The checkpoint is a draft model for the same model, or for a larger one with the same vocabulary: --draft FOLDER.
     """
     loading = Loading(dtype, device, compile=False)
     loading.check(model)
     if by not in RULES:
         raise unknown("rule to prune by", by, RULES)
     if (remove > 0) == (layers is not None):
-        raise UsageError("say how many layers to leave out with --remove, or which ones stay with --layers")
+        raise UsageError("give either --remove, the number of layers to remove, or --layers, those to keep")
     checks.readable(prompts)
     from outpace.core.lm import layers_of
     from outpace.drafting.layer_search import parse, spell, without
@@ -68,10 +68,10 @@ def prune(
     lm = load_model(model, loading)
     stack = layers_of(lm.lm).count
     if stack < 2:
-        raise UnsupportedModel(f"{model} has no stack of layers to leave some out of")
+        raise UnsupportedModel(f"{model} cannot be pruned: it has no stack of layers")
     if remove >= stack:
         raise UsageError(f"--remove {remove} leaves no layer: {model} has {stack}")
-    with stderr.status("looking at the model's answers"):
+    with stderr.status("evaluating layers on the model's answers"):
         probe = _probe(lm, prompts, limit, max_tokens)
         gone = probe.search(remove, tries) if by == "search" else probe.block(remove) if remove else []
         kept = without(stack, gone) if layers is None else sorted(set(parse(layers)))
@@ -90,7 +90,7 @@ def prune(
 
 
 def _probe(lm: Model, prompts: Path | None, limit: int | None, max_tokens: int) -> LayerProbe:
-    """The model's own answers: places where a draft would have to agree with it."""
+    """Generate the model's own answers, whose tokens a draft would have to match."""
     from outpace.drafting.layer_search import LayerProbe, ProbeText
     from outpace.prompts import tasks
 
@@ -115,17 +115,17 @@ def _figures(probe: LayerProbe, kept: list[int]) -> dict[str, Any]:
 def _note(model: str, kept: str, stack: int, rule: str, found: dict[str, Any]) -> str:
     return (
         f"# {Path(model).name} without some of its layers\n\n"
-        f"Layers {kept} of {stack} of `{model}`, {rule}, with all other weights as they were and no training after. "
-        f"On {found['places']} places of the whole model's own answers, the ones that the choice was made with, it "
-        f"chose the same token on {found['agreement']:.0%}. Made as a draft for speculative decoding by "
-        f"`outpace prune` (outpace {__version__}); the licence is that of the original.\n"
+        f"Layers {kept} of {stack} of `{model}`, {rule}; all other weights are unchanged, without further training. "
+        f"On {found['places']} tokens of the whole model's own answers, which were also used for the choice, it "
+        f"predicts the same token for {found['agreement']:.0%}. Made as a draft for speculative decoding by "
+        f"`outpace prune` (outpace {__version__}); its licence is that of the original.\n"
     )
 
 
 def _show(kept: list[int], left: list[int], found: dict[str, Any], output: Path | None) -> None:
     from outpace.drafting.layer_search import spell
 
-    table = Table("layers that stay", "left out", "same choice", f"tokens per pass, depth {DEPTH}", "cost of a guess")
+    table = Table("layers kept", "removed", "same token", f"tokens per pass, depth {DEPTH}", "draft token cost")
     figures = f"{found['agreement']:.0%}", f"{found['tokens_per_pass']:.2f}", f"{found['share']:.2f} passes"
     table.add_row(spell(kept), spell(left), *figures)
     Console().print(table)

@@ -1,4 +1,4 @@
-"""outpace train: heads, early exits and drafts for a model. Every kind is a command, whose flags are its settings."""
+"""outpace train: train heads, early exits and draft models. Each kind is a command whose flags are its settings."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from outpace.train.log import LogPoint
     from outpace.train.loop import Loop
 
-train = typer.Typer(no_args_is_help=True, help="Train what drafts for a model: heads, early exits, small models.")
+train = typer.Typer(no_args_is_help=True, help="Train drafters for a model: heads, early exits and small draft models.")
 app.add_typer(train, name="train")
 
-Config = Annotated[Path | None, typer.Option(help="Settings in YAML, by the names of the flags; flags win.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the output folder.")]
+Config = Annotated[Path | None, typer.Option(help="YAML file of settings, named like the flags; flags override it.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")]
 USES = {
     "layerskip": "--model {folder} --method layerskip -o exit={exit}",
     "draft": "--method draft --draft {folder}",
-}  # of what was trained
+}  # how to use the result
 
 
 def _flag(name: str, help: str, kind: Any) -> Any:
-    """A setting as an option of the command line; without it, the settings file or the default speaks."""
+    """Turn a setting into a command-line option; without it, the settings file or the default applies."""
     flag = f"--{name.replace('_', '-')}"
     if get_origin(kind) in (tuple, dict):
         flags = (flag, "-o") if name == "option" else (flag,)
@@ -46,10 +46,10 @@ def _flag(name: str, help: str, kind: Any) -> Any:
 
 
 def _parameters(kind: str) -> Iterator[inspect.Parameter]:
-    """The flags of a kind, read from its settings."""
+    """Yield the flags of a kind, from its settings."""
     hints = get_type_hints(known.TrainingSettings)
     where = inspect.Parameter.KEYWORD_ONLY
-    model = Annotated[str | None, typer.Argument(help="Shelf name, folder or hub id of the target.")]
+    model = Annotated[str | None, typer.Argument(help="Target: demo model, folder or Hugging Face id.")]
     yield inspect.Parameter("model", where, default=None, annotation=model)
     for name, field in known.fields_of(kind).items():
         if name == "model":
@@ -75,10 +75,10 @@ def _command(kind: str) -> None:
 
 
 def settings_of(kind: str, file: dict[str, Any], flags: dict[str, Any]) -> known.TrainingSettings:
-    """Those of a file, with those of the flags in their place."""
+    """Combine the settings of a file with those of the flags, which take precedence."""
     found = dict(file)
     if (other := found.pop("kind", kind)) != kind:
-        raise UsageError(f"these are settings of {other}, not of {kind}")
+        raise UsageError(f"the settings are for {other}, not for {kind}")
     for name, value in flags.items():
         if value not in (None, []):
             found[name] = pairs(value) if name in ("option", "head") else value
@@ -86,7 +86,7 @@ def settings_of(kind: str, file: dict[str, Any], flags: dict[str, Any]) -> known
 
 
 def _begun(output: str | None) -> dict[str, Any]:
-    """A run that is taken up again knows its settings."""
+    """Read the settings of the run to resume."""
     from outpace.train import log
 
     if output is None:
@@ -118,7 +118,7 @@ def _run(settings: known.TrainingSettings, resume: bool, as_json: bool) -> None:
 
 
 def _watch(loop: Loop) -> None:
-    """Run to the end, with a bar; Ctrl-C says how to go on."""
+    """Run to the end with a progress bar; Ctrl-C prints how to continue."""
     with _bar(loop) as show:
         try:
             for point in loop.run():
@@ -126,7 +126,9 @@ def _watch(loop: Loop) -> None:
         except KeyboardInterrupt:
             if loop.world.first and loop.reached.step:
                 again = f"outpace train {loop.settings.kind} --output {loop.folder} --resume"
-                stderr.print(f"step {loop.reached.step} is kept; to go on: {again}", highlight=False, soft_wrap=True)
+                stderr.print(
+                    f"step {loop.reached.step} is saved; to continue: {again}", highlight=False, soft_wrap=True
+                )
             raise
 
 
@@ -160,7 +162,7 @@ def _measured(point: LogPoint) -> str:
 
 
 def _conclude(loop: Loop, as_json: bool) -> None:
-    """What came of it, how to use it, and a plot."""
+    """Print how to use the result, and draw the plot."""
     from outpace.errors import OutpaceError
     from outpace.train import plot
 

@@ -1,4 +1,4 @@
-"""outpace train data: a target's own answers, for heads and drafts to learn from."""
+"""outpace train data: generate the target's own answers as training data for heads and draft models."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 
 Prompts = Annotated[
     list[Path],
-    typer.Option(help="JSONL with prompt, turns, messages, question, instruction, ...; several times for several."),
+    typer.Option(help="JSONL file with prompt, turns, messages, question, instruction, ...; repeatable."),
 ]
-SelfWritten = Annotated[int, typer.Option(min=0, help="Answer so many prompts that the model writes itself.")]
-Output = Annotated[Path, typer.Option(help="The file to write; one that is there is continued.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Most prompts of each file.")]
-ShardOf = Annotated[str, typer.Option(help="2/8: the second of eight workers, with a file of its own.")]
-Rows = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
-Longest = Annotated[int, typer.Option(min=1, help="Leave out prompts of more tokens.")]
-System = Annotated[str | None, typer.Option(help="System message of conversations that the model begins itself.")]
-OwnTemperature = Annotated[float, typer.Option(help="Of the prompts that the model writes itself.")]
-OwnTopP = Annotated[float, typer.Option(help="The same for them.")]
-OwnTokens = Annotated[int, typer.Option(min=1, help="Drop those of them that have more tokens.")]
+SelfWritten = Annotated[int, typer.Option(min=0, help="Number of prompts that the model writes itself, then answers.")]
+Output = Annotated[Path, typer.Option(help="File to write; an existing one is continued.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Maximum number of prompts per file.")]
+ShardOf = Annotated[str, typer.Option(help="This worker's part, as 2/8: the second of eight, each with its own file.")]
+Rows = Annotated[int, typer.Option(min=1, help="Batch size.")]
+Longest = Annotated[int, typer.Option(min=1, help="Skip prompts with more tokens.")]
+System = Annotated[str | None, typer.Option(help="System message for prompts that the model writes itself.")]
+OwnTemperature = Annotated[float, typer.Option(help="Sampling temperature for prompts that the model writes itself.")]
+OwnTopP = Annotated[float, typer.Option(help="Top-p for prompts that the model writes itself.")]
+OwnTokens = Annotated[int, typer.Option(min=1, help="Drop self-written prompts with more tokens.")]
 
 
 @reports_errors
 def data(
-    model: Annotated[str, typer.Argument(help="Shelf name, folder, hub id or GGUF file.")],
+    model: Annotated[str, typer.Argument(help="Demo model, folder, Hugging Face id or GGUF file.")],
     output: Output,
     prompts: Prompts = [],  # noqa: B006
     self_written: SelfWritten = 0,
     limit: Limit = None,
     shard: ShardOf = "1/1",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per answer.")] = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -63,7 +63,7 @@ def data(
     prompt_temperature: OwnTemperature = 1.0,
     prompt_top_p: OwnTopP = 1.0,
     prompt_tokens: OwnTokens = 256,
-    method: Annotated[str, typer.Option(help="Any lossless method; the answers are the same.")] = "plain",
+    method: Annotated[str, typer.Option(help="Any lossless method; it does not change the answers.")] = "plain",
     rows: Rows = 32,
     as_json: AsJson = False,
     dtype: Dtype = None,
@@ -71,15 +71,15 @@ def data(
     compile: Compile = None,
     quantize: Quantize = None,
 ) -> None:
-    """Write a model's own answers to prompts of files, or to prompts that it writes itself, to train on.
+    """Generate training data: a model's own answers to the prompts of files, or to prompts that it writes itself.
 
-    The same command continues a file that broke off.
+    Run the same command again to continue an interrupted file.
     """
     from outpace.prompts import training as files
     from outpace.train.data import generate as make
 
     if not prompts and not self_written:
-        raise UsageError("give prompts with --prompts FILE, or let the model write some with --self-written N")
+        raise UsageError("no prompts: give --prompts FILE, or --self-written N to let the model write some")
     part = files.Shard.parse(shard)
     writing = make.Writing(prompt_temperature, prompt_top_p, prompt_tokens, system)
     settings = make.GenerationSettings(
@@ -95,23 +95,23 @@ def data(
             with _watched("answers") as tell:
                 made.append(make.answer(lm, asked, path, settings, tell))
         if self_written:
-            with _watched("prompts of its own") as tell:
+            with _watched("self-written prompts") as tell:
                 made.append(make.write(lm, self_written, path, settings, tell))
     except KeyboardInterrupt:
-        stderr.print(f"what is done is in {path}; the same command goes on from there", soft_wrap=True, highlight=False)
+        stderr.print(f"{path} has the answers so far; the same command continues it", soft_wrap=True, highlight=False)
         raise
     _say(made, path, as_json)
 
 
 def _path(output: Path, part: Shard) -> Path:
-    """Each worker has a file of its own: two cannot write to one."""
+    """Return the worker's own file, as two workers cannot write to one."""
     if part.of == 1:
         return output
     return output.with_name(f"{output.stem}-{part.number}-of-{part.of}{output.suffix}")
 
 
 class _Watch:
-    """A bar of answers with the tokens that are generated in a second."""
+    """Progress of the answers, with the generated tokens per second."""
 
     def __init__(self, bars: Progress, bar: TaskID):
         self.bars, self.bar, self.start = bars, bar, time.perf_counter()
@@ -138,6 +138,6 @@ def _say(made: list[WritingResult], path: Path, as_json: bool) -> None:
         found: dict[str, Any] = {"output": str(path), "answers": answers, "tokens": tokens, "skipped": skipped}
         typer.echo(json.dumps(found))
         return
-    typer.echo(f"{answers} new answers of {tokens} tokens in {path}")
+    typer.echo(f"{answers} new answers ({tokens} tokens) in {path}")
     for why, count in skipped.items():
-        stderr.print(f"[yellow]left out {count}:[/] {escape(why)}", soft_wrap=True, highlight=False)
+        stderr.print(f"[yellow]skipped {count}:[/] {escape(why)}", soft_wrap=True, highlight=False)

@@ -1,1 +1,1 @@
-"""The same proof for servers that speak OpenAI's protocol."""
+"""The same checks for servers with an OpenAI-compatible API."""

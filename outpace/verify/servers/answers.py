@@ -1,4 +1,4 @@
-"""Answers: what is asked of the servers, and the greedy answers that several checks share, each asked for once."""
+"""The plan of a server's checks, and the greedy answers that several checks share, each requested once."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from outpace.verify.servers.reply import Reply
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """The questions, the same for every server."""
+    """The prompts and settings of the checks, the same for every server."""
 
     prompts: list[str]
     max_tokens: int = 64
-    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))  # of the sampled checks
-    samples: int = 400  # of the distribution, per context
+    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))  # for the sampled checks
+    samples: int = 400  # draws per context in the test of the distribution
     contexts: int = 2  # prompts whose distribution is tested
-    alpha: float = 0.001  # chance that the distribution fails a server that is right
+    alpha: float = 0.001  # probability that the test of the distribution fails a correct server
     concurrency: int = 8
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(self.prompts):
-            raise UsageError("there is nothing to verify: give at least one prompt, and no empty ones")
+            raise UsageError("no prompts to verify, or an empty one: give at least one prompt, none of them empty")
         if self.sampling.temperature == 0:
-            raise UsageError("the sampled checks need a temperature above 0; greedy decoding is always checked")
+            raise UsageError("temperature must be above 0 for the sampled checks; greedy decoding is always checked")
         if not 0 < self.alpha < 1 or self.samples < 50 or self.contexts < 1:
-            raise UsageError("alpha lies between 0 and 1, samples are at least 50 and contexts at least 1")
+            raise UsageError("alpha must be between 0 and 1, samples at least 50, and contexts at least 1")
         if self.concurrency < 2 or self.max_tokens < 1:
-            raise UsageError("concurrency is at least 2 and max_tokens at least 1")
+            raise UsageError("concurrency must be at least 2, and max_tokens at least 1")
 
 
 @dataclass
 class ServerAnswers:
-    """Greedy answers of the server under test, and of the one without speculation, one request at a time."""
+    """Greedy answers, one request at a time, of the server under test and of the one without speculation."""
 
     on: Server
     off: Server | None
@@ -65,7 +65,7 @@ class ServerAnswers:
 
     @cached_property
     def plain(self) -> list[Reply]:
-        """Without speculation."""
+        """The answers without speculation."""
         assert self.off is not None
         return self.alone(self.off)
 
@@ -84,15 +84,15 @@ class ServerAnswers:
 
     @property
     def pairs(self) -> list[Pair]:
-        """Without and with speculation."""
+        """Pairs of answers without and with speculation."""
         return [] if self.off is None else list(zip(self.plain, self.first, strict=True))
 
     @cached_property
     def drift(self) -> float | None:
-        """How far logprobs move between runs of what should be the same."""
+        """The largest difference of logprobs between runs that should agree."""
         return drift_of([*self.repeats, *self.plain_repeats, *self.pairs])
 
     def unstable(self, repeats: list[Pair]) -> set[int]:
-        """Prompts to which a server gives different answers, ties aside: nothing can be held against them."""
+        """Prompts on which a server is not repeatable beyond ties; later checks leave them out."""
         found = (between(pair, index, self.drift) for index, pair in enumerate(repeats))
         return {d.prompt for d in found if d is not None and not d.explained}

@@ -1,8 +1,8 @@
-"""Server: any OpenAI-compatible server, asked over HTTP.
+"""A client for OpenAI-compatible servers.
 
-Servers differ in what they take. A request carries everything that makes answers comparable (neutral values of settings
-for which a server may have defaults of its own, logprobs, token ids), and what a server refuses by name is left out
-from then on.
+Servers differ in the fields that they accept. A request contains everything that makes answers comparable: logprobs,
+token ids, and neutral values of settings for which a server may have its own defaults. Once a server's error names an
+optional field, later requests omit it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from outpace.sampling.settings import Sampling
 from outpace.verify.servers.reply import Reply, parse
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
-TOP = 5  # logprobs per token: the most that OpenAI's completions give
+TOP = 5  # logprobs per token: the maximum of OpenAI's completions
 REFUSALS = (400, 422)
 NEUTRAL: dict[str, Any] = {
     "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }  # fmt: skip
-IDS = {"return_token_ids": True}  # vLLM's; others pass over it or refuse it
+IDS = {"return_token_ids": True}  # from vLLM; other servers ignore or refuse it
 LOGPROBS = {"logprobs", "top_logprobs"}
 OPTIONAL = NEUTRAL.keys() | IDS.keys() | LOGPROBS
 
@@ -39,26 +39,26 @@ class HTTPFailure(OutpaceError):
 
     @property
     def refusal(self) -> bool:
-        """Whether it says that it does not take the request, rather than that it broke."""
+        """Whether the server refused the request, rather than failed."""
         return self.status in (*REFUSALS, 501)
 
 
 @dataclass
 class ServerTraits:
-    """What the first answers showed of a server."""
+    """What earlier answers have shown about a server."""
 
     model: str | None = None
     chat: bool = False
-    without: set[str] = field(default_factory=set)  # fields that it refuses
+    without: set[str] = field(default_factory=set)  # fields that the server refuses
 
 
 @dataclass(frozen=True)
 class Server:
-    """An OpenAI-compatible server; `extra` goes into the body of every request and has the last word."""
+    """An OpenAI-compatible server; the fields of `extra` override those of every request."""
 
     url: str
-    model: str | None = None  # None: the first that it lists
-    api_key: str | None = field(default=None, repr=False)  # None: OPENAI_API_KEY
+    model: str | None = None  # None: the first one that the server lists
+    api_key: str | None = field(default=None, repr=False)  # None: from OPENAI_API_KEY
     extra: dict[str, Any] = field(default_factory=dict)
     timeout: float = 120.0
     learned: ServerTraits = field(default_factory=ServerTraits, init=False, repr=False, compare=False)
@@ -69,16 +69,16 @@ class Server:
         return url.rstrip("/").removesuffix("/v1")
 
     def complete(self, prompt: str, **fields: Any) -> Reply:
-        """One answer; fields are those of OpenAI's API, and whatever else the server takes."""
+        """Request one answer; `fields` are those of OpenAI's API, and any others that the server accepts."""
         return self.choices(prompt, **fields)[0]
 
     def many(self, asked: Iterable[tuple[str, dict[str, Any]]], concurrency: int) -> list[Reply]:
-        """Answers to prompts with their fields, so many at once, in order."""
+        """Request an answer to each prompt with its fields, `concurrency` at a time; answers keep the order."""
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(lambda ask: self.complete(ask[0], **ask[1]), asked))
 
     def choices(self, prompt: str, **fields: Any) -> list[Reply]:
-        """All answers of one request: as many as the server gives for `n`."""
+        """Return all answers of one request, however many the server gives for `n`."""
         while True:
             chat = self.learned.chat
             body = self._body(prompt, fields, chat)
@@ -88,7 +88,7 @@ class Server:
                 self._learn(failure, body.keys() - fields.keys() - self.extra.keys())
                 continue
             if not replies:
-                raise OutpaceError(f"{self.base} gave no answer at all (an empty list of choices)")
+                raise OutpaceError(f"{self.base} gave no answer (an empty list of choices)")
             return replies
 
     def _body(self, prompt: str, fields: dict[str, Any], chat: bool) -> dict[str, Any]:
@@ -98,10 +98,10 @@ class Server:
         return {"model": self._model(), **what, **kept, **fields, **self.extra}
 
     def _learn(self, failure: HTTPFailure, ours: set[str]) -> None:
-        """Find what to do without, among the fields that are ours; raises the failure where there is nothing."""
+        """Find which of our own fields to omit from now on; raise the failure if there are none."""
         if failure.status in (404, 405):
             if "messages" in ours:
-                hint = f"{COMPLETIONS} is not there either. Give the server's base URL, and a model that it has"
+                hint = f"{COMPLETIONS} is missing too. Give the server's base URL, and a model that it serves"
                 raise HTTPFailure(f"{failure}; {hint}", failure.status) from None
             self.learned.chat = True
             return
@@ -120,11 +120,11 @@ class Server:
             try:
                 self.learned.model = str(listed["data"][0]["id"])
             except (KeyError, IndexError, TypeError) as error:
-                raise OutpaceError(f"{self.base}{MODELS} lists no model; name one") from error
+                raise OutpaceError(f"{self.base}{MODELS} lists no model; give one by name") from error
         return self.learned.model
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON that the server answers; a GET without a body."""
+        """Return the server's JSON answer to a POST, or to a GET if there is no body."""
         requests = _requests()
         key = self.api_key or os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -134,12 +134,12 @@ class Server:
         except requests.Timeout as error:
             raise OutpaceError(f"{self.base} did not answer within {self.timeout:g} s") from error
         except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema) as error:
-            raise UsageError(f"{self.url!r} is not the URL of a server: {error}") from error
+            raise UsageError(f"{self.url!r} is not a server URL: {error}") from error
         except requests.RequestException as error:
-            raise OutpaceError(f"no connection to {self.base}: is the server running? ({error})") from error
+            raise OutpaceError(f"cannot connect to {self.base}: is the server running? ({error})") from error
         if answer.status_code in (401, 403):
             raise HTTPFailure(
-                f"{self.base} refuses the API key (HTTP {answer.status_code}: {_message(answer)}); pass one, or set "
+                f"{self.base} refuses the API key (HTTP {answer.status_code}: {_message(answer)}); pass another or set "
                 "OPENAI_API_KEY",
                 answer.status_code,
             )
@@ -149,11 +149,13 @@ class Server:
         try:
             return answer.json()
         except ValueError as error:
-            raise OutpaceError(f"{self.base}{path} did not answer with JSON: {answer.text[:200]!r}") from error
+            raise OutpaceError(
+                f"{self.base}{path} returned something other than JSON: {answer.text[:200]!r}"
+            ) from error
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """The settings as servers name them; neutral ones are sent anyway."""
+    """Convert the settings to the servers' fields, without neutral ones, which every request has."""
     fields: dict[str, Any] = {"temperature": sampling.temperature}
     given = {**vars(sampling), "top_k": sampling.top_k or -1}
     fields |= {name: given[name] for name, neutral in NEUTRAL.items() if given[name] != neutral}
@@ -172,12 +174,12 @@ def _requests() -> ModuleType:
     try:
         import requests
     except ImportError as error:
-        raise OutpaceError("talking to a server needs another package: pip install 'outpace[verify]'") from error
+        raise OutpaceError("requests is not installed: pip install 'outpace[verify]'") from error
     return requests
 
 
 def _message(answer: Any) -> str:
-    """What the server itself says is wrong."""
+    """The server's own error message."""
     try:
         data = answer.json()
     except ValueError:

@@ -1,7 +1,7 @@
-"""Compare: where two answers part, and whether the servers' own rounding explains it.
+"""Comparison of two answers: where they diverge, and whether the servers' own rounding explains it.
 
-Two runs of one model report logprobs that differ a little: that is its rounding, seen from outside. At the place where
-two answers part, both tokens should be as good as each other within that rounding. Else it is no tie.
+Two runs of one model report slightly different logprobs, which shows its rounding from outside. Where two answers
+diverge, it is a tie if both tokens are equally good within that rounding.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from outpace.verify.judge import SAFETY
 from outpace.verify.records import Check, Divergence, verdict_of
 from outpace.verify.servers.reply import Reply, Token
 
-NEAR = -3.0  # tokens with at least this logprob (5 %) could be chosen: their rounding counts
-MOST = 0.25  # more than this between two runs is not the rounding of 16-bit arithmetic
+NEAR = -3.0  # tokens above this logprob (5 %) could be chosen: their rounding counts
+MOST = 0.25  # 16-bit rounding explains no larger difference of logprobs between two runs
 END = "(the end)"
 
 Pair = tuple[Reply, Reply]
@@ -23,16 +23,16 @@ Pair = tuple[Reply, Reply]
 
 @dataclass(frozen=True)
 class AnswerDifference:
-    """The first place at which two answers differ."""
+    """The first position at which two answers differ."""
 
-    at: int  # in tokens, or in characters
+    at: int  # position, in tokens or in characters
     texts: tuple[str, str]
-    ids: tuple[int, int]  # -1: not known, or the end
+    ids: tuple[int, int]  # -1: unknown, or the end
     by_tokens: bool
 
 
 def parting(wanted: Reply, got: Reply) -> AnswerDifference | None:
-    """By token ids where both show them, else by token texts, else by characters."""
+    """Find the first difference by token ids if both sides have them, else by token texts, else by characters."""
     if wanted.ids is not None and got.ids is not None:
         at = first_difference(wanted.ids, got.ids)
         if at is not None:
@@ -48,7 +48,7 @@ def parting(wanted: Reply, got: Reply) -> AnswerDifference | None:
 
 
 def between(pair: Pair, index: int, drift: float | None) -> Divergence | None:
-    """The first divergence of two answers, told apart as a tie or a bug."""
+    """Find the first divergence of two answers, and whether it is a tie or a bug."""
     found = parting(*pair)
     if found is None:
         return None
@@ -58,7 +58,7 @@ def between(pair: Pair, index: int, drift: float | None) -> Divergence | None:
 
 
 def _gap(pair: Pair, found: AnswerDifference) -> float | None:
-    """The largest lag on either side; None where it is not shown, or where an answer was cut off."""
+    """The larger lag of the two sides; None if logprobs are missing, or if an answer was cut off."""
     ended = [reply for reply, text in zip(pair, found.texts, strict=True) if text == END]
     if not found.by_tokens or any(reply.finish_reason != "stop" for reply in ended):
         return None
@@ -67,28 +67,28 @@ def _gap(pair: Pair, found: AnswerDifference) -> float | None:
 
 
 def lag(token: Token, texts: Iterable[str]) -> float:
-    """How far the worst of these tokens lies behind the best one, by one side's logprobs; at least, if not shown."""
+    """How far the worst of these tokens is behind the likeliest one in logprobs; a lower bound for tokens not shown."""
     shown = dict(token.top)
     if token.logprob is not None:
         shown[token.text] = token.logprob
     least = min(shown.values())
-    # The token that ends an answer is mostly not shown by name: the best other one stands for it.
+    # Most servers do not show the token that ends an answer: the best other token stands for it.
     end = max((value for text, value in shown.items() if text != token.text), default=least)
     return max(shown.values()) - min(shown.get(text, end if text == END else least) for text in texts)
 
 
 def rounding_of(drift: float | None) -> float | None:
-    """How far a logprob may move: as two runs showed it, with a margin, but no more than 16 bits can explain."""
+    """Bound how far rounding moves a logprob: the measured drift with a margin, within what 16 bits can explain."""
     return None if drift is None else SAFETY * min(drift, MOST)
 
 
 def drift_of(pairs: Iterable[Pair]) -> float | None:
-    """The largest difference of logprobs of likely tokens before the answers part; None where there are none."""
+    """The largest difference in logprobs of likely tokens before the answers diverge; None if there are none."""
     return max((abs(a - b) for pair in pairs for a, b in common_logprobs(pair) if max(a, b) > NEAR), default=None)
 
 
 def common_logprobs(pair: Pair, chosen: bool = False) -> list[tuple[float, float]]:
-    """Logprobs of the same tokens after the same text on both sides: all that are shown, or those of chosen tokens."""
+    """Logprobs of the same tokens after the same text on both sides: all those shown, or only the chosen tokens'."""
     out = []
     for a, b in zip(pair[0].tokens or [], pair[1].tokens or [], strict=False):
         if a.text != b.text:
@@ -102,7 +102,7 @@ def common_logprobs(pair: Pair, chosen: bool = False) -> list[tuple[float, float
 
 
 def equality(subject: str, name: str, divergences: list[Divergence], answers: int, note: str = "") -> Check:
-    """The verdict over so many answers."""
+    """Build the check that `answers` pairs of answers are equal, given their divergences."""
     summary = f"{answers - len(divergences)} of {answers} answers equal"
     bugs = [d for d in divergences if not d.explained]
     if divergences:
@@ -111,9 +111,9 @@ def equality(subject: str, name: str, divergences: list[Divergence], answers: in
         gap = "" if worst.gap is None else f", gap {worst.gap:.3g}"
         if worst.gap is not None and worst.rounding is not None:
             gap += f" with rounding {worst.rounding:.3g}"
-        summary += f"; {kind} (prompt {worst.prompt}, place {worst.position}{gap})"
+        summary += f"; {kind} (prompt {worst.prompt}, position {worst.position}{gap})"
     if any(d.gap is None and END not in d.texts for d in bugs):
-        summary += "; logprobs, which the server does not show, would tell ties from bugs"
+        summary += "; ties and bugs cannot be told apart, because the server shows no logprobs"
     figures = {"answers": answers, "divergences": len(divergences), "unexplained": len(bugs)}
     return Check(subject, name, verdict_of(divergences), summary + note, divergences, figures)
 

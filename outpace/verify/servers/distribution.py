@@ -1,9 +1,9 @@
-"""Law: are a server's sampled tokens distributed as they are without speculation, and as the local model says?
+"""The check that a server's sampled tokens are distributed as without speculation, and as the local model says.
 
-Many short answers to one prompt give counts of the next token after the prompt and after each frequent beginning.
-Without speculation the distribution is not known, only other draws: a chi-squared test of homogeneity compares the two.
-With a local model the distribution is known, and the tests are those of `outpace.verify.distribution`. Where a server
-shows no tokens, characters stand for them.
+Many short answers to one prompt give counts of the next token after the prompt and after each frequent prefix. A server
+without speculation gives other draws, not a distribution: a chi-squared test of homogeneity compares the two samples.
+With a local model the distribution is known, and the tests are those of `outpace.verify.distribution`. If a server
+shows no tokens, characters take their place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COIN = math.log(0.5)
 
 @dataclass(frozen=True)
 class PairedCounts:
-    """What came after one text with speculation, and without."""
+    """The counts of next tokens after one text, with speculation and without."""
 
     prompt: int
     prefix: list[Any]
@@ -54,7 +54,7 @@ class PairedCounts:
 
 @dataclass(frozen=True)
 class TestOutcome:
-    """One test, of either kind."""
+    """The result of one test, of either kind."""
 
     against: str  # "off" or "reference"
     prompt: int
@@ -63,11 +63,11 @@ class TestOutcome:
     bins: int
     chi2: float
     p: float
-    effect: float  # the smallest deviation (Cohen's w) that is found with a chance of 90 %
+    effect: float  # the smallest deviation (Cohen's w) that is detected with a power of 90 %
 
 
 def sampled_distribution(answers: ServerAnswers, local: LocalJudge | None) -> Check:
-    """Tests of every text that was continued often enough, corrected for their number."""
+    """Test every prefix with enough draws, corrected for multiple testing."""
     plan, both, counts = answers.plan, list[PairedCounts](), list[Counts]()
     unread = 0
     for index in contexts(answers):
@@ -99,7 +99,7 @@ def _check(answers: ServerAnswers, found: list[TestOutcome], impossible: int, un
         f"{plan.alpha:g}), {impossible} impossible; {finds(effects)}"
     )
     if unread:
-        summary += f"; {unread} answers whose tokens could not be read were left out"
+        summary += f"; {unread} answers left out, as their tokens could not be read"
     figures: dict[str, Any] = {
         "draws": draws, "tests": len(found), "rejected": wrong, "impossible": impossible, "alpha": plan.alpha,
         "power": POWER, "effects": effects, "p": [test.p for test in found], "each": [vars(test) for test in found],
@@ -109,16 +109,16 @@ def _check(answers: ServerAnswers, found: list[TestOutcome], impossible: int, un
 
 
 def contexts(answers: ServerAnswers) -> list[int]:
-    """Prompts whose first token is as uncertain as a coin, where the server shows that; else the first ones.
+    """Choose the prompts whose first token has a probability nearest to 1/2; without logprobs, the first prompts.
 
-    Then several tokens are drawn, and each often enough to test what follows it, which speculation may have guessed.
+    Then several first tokens are drawn, each often enough to test the tokens after it, which may be draft tokens.
     """
     logprobs = [(reply.logprobs or [None])[0] or 0.0 for reply in answers.first]
     return sorted(range(len(logprobs)), key=lambda index: abs(logprobs[index] - COIN))[: answers.plan.contexts]
 
 
 def draw(answers: ServerAnswers, server: Server, index: int) -> list[Reply]:
-    """Short answers, each with a seed of its own: speculation acts from the second token on."""
+    """Request short answers, each with its own seed: speculation acts from the second token on."""
     plan = answers.plan
     fields = sampling_fields(plan.sampling) | {"max_tokens": DEPTH}
     asked = [(plan.prompts[index], fields | {"seed": plan.sampling.seed + 1 + i}) for i in range(plan.samples)]
@@ -126,7 +126,7 @@ def draw(answers: ServerAnswers, server: Server, index: int) -> list[Reply]:
 
 
 def compared(index: int, on: list[Reply], off: list[Reply]) -> list[PairedCounts]:
-    """What came next on both sides, wherever both have drawn often enough."""
+    """Count the next tokens on both sides, after each prefix with enough draws on both."""
     by_tokens = all(reply.tokens is not None for reply in [*on, *off] if reply.text)
     first, second = (following([_units(reply, by_tokens) for reply in replies]) for replies in (on, off))
     often = [prefix for prefix, drawn in first.items() if min(drawn.total(), _total(second, prefix)) >= LEAST]
@@ -143,7 +143,7 @@ def _total(found: Following, prefix: tuple[Any, ...]) -> int:
 
 
 def homogeneity(both: PairedCounts, alpha: float, drift: float) -> TestOutcome:
-    """Pearson's test that two samples have one distribution, or two that are as near as the server's own rounding."""
+    """Run Pearson's test that two samples share one distribution, up to the server's own rounding."""
     from scipy.optimize import brentq
     from scipy.stats import ncx2
 
@@ -162,7 +162,7 @@ def homogeneity(both: PairedCounts, alpha: float, drift: float) -> TestOutcome:
 
 
 def _bins(both: PairedCounts, sizes: tuple[int, int]) -> list[tuple[int, int]]:
-    """Draws of each token on either side; rare tokens share a bin."""
+    """Draws of each token on both sides; rare tokens share a bin."""
     share = min(sizes) / sum(sizes)
     counts = sorted(((both.on[unit], both.off[unit]) for unit in both.on | both.off), key=sum, reverse=True)
     common = [pair for pair in counts if sum(pair) * share >= EXPECTED]
@@ -178,15 +178,15 @@ def _sum(pairs: Seq[tuple[int, int]]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Expected:
-    """The distribution by the local model, after one prompt."""
+    """The local model's distribution after one prompt."""
 
     local: LocalJudge
     sampling: Sampling
     prompt: list[int]
-    rounding: float  # of the server's logits, seen from here
+    rounding: float  # of the server's logits, compared with the local model
 
     def counts(self, index: int, replies: list[Reply]) -> list[Counts]:
-        """What came next, wherever that is often enough, and its distribution."""
+        """Count the next tokens after each prefix with enough draws, and add the expected distribution."""
         found = following([self._read(reply) for reply in replies])
         often = {prefix: drawn for prefix, drawn in found.items() if drawn.total() >= LEAST}
         return [self._counts(index, list(prefix), drawn) for prefix, drawn in often.items()]
@@ -196,7 +196,7 @@ class Expected:
         return sorted(self.local.model.stop_token_ids)
 
     def _read(self, reply: Reply) -> list[int]:
-        """Its tokens, and the first stop token for whichever ended it: a server does not say which one."""
+        """Read the tokens; the first stop token stands for all, as a server does not say which one ended the answer."""
         stops = self._stops
         tokens = [stops[0] if token in stops else token for token in self.local.tokens(reply)[0]]
         ended = reply.finish_reason == "stop" and stops and tokens[-1:] != stops[:1]
@@ -212,7 +212,7 @@ class Expected:
         return Counts(index, prefix, drawn, distribution, self._distribution(native[0], text), impossible)
 
     def _could_be(self, logits: Tensor, token: int, rounding: float, text: list[int]) -> bool:
-        """Whether rounding alone can bring the token into the distribution."""
+        """Whether rounding alone can give the token a probability above 0."""
         moved = logits - rounding
         moved[token] += 2 * rounding
         return bool(self._distribution(moved, text)[token] > 0)

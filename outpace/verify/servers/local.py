@@ -1,4 +1,4 @@
-"""Local: a model of our own that judges what a server answered."""
+"""A local model that judges the answers of a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY = Sampler(Sampling())
 
 @dataclass(frozen=True)
 class AnswerReading:
-    """An answer in the local model's tokens, and how they were found."""
+    """An answer in the local model's tokens, and how they were obtained."""
 
     prompt: list[int]
     tokens: list[int]
@@ -35,7 +35,7 @@ class LocalJudge:
 
     def __init__(self, model: Model, answers: ServerAnswers):
         if model.tokenizer is None:
-            raise UsageError("the reference needs a tokenizer to read a server's answers")
+            raise UsageError("the reference model has no tokenizer, which is needed to read a server's answers")
         self.model, self.answers = model, answers
         self.tokenizer: Tokenizer = model.tokenizer
         self.judge = Judge(model.lm.reference())
@@ -44,7 +44,7 @@ class LocalJudge:
         return AnswerReading(self.prompt(prompt, reply), *self.tokens(reply))
 
     def tokens(self, reply: Reply) -> tuple[list[int], How]:
-        """Ids as the server gives them, else tokens by their texts, else those of the whole text encoded again."""
+        """Use the ids that the server gives, else look tokens up by their texts, else encode the whole text again."""
         if reply.ids is not None:
             return reply.ids, "ids"
         if reply.tokens is not None:
@@ -54,13 +54,13 @@ class LocalJudge:
         return self.tokenizer.encode(reply.text, add_special_tokens=False), "text"
 
     def prompt(self, prompt: str, reply: Reply) -> list[int]:
-        """The prompt's tokens, as the server says or else as it should have read it."""
+        """The prompt's tokens as the server reports them, else as it should have encoded them."""
         asked = [{"role": "user", "content": prompt}] if reply.chat else prompt
         return reply.prompt_ids or encode(asked, self.tokenizer, self.model.lm.vocab)
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        """Tokens by their texts; -1 where several share one."""
+        """Token ids by text; -1 if several tokens share the text."""
         out: dict[str, int] = {}
         for token in range(min(len(self.tokenizer), self.model.lm.vocab)):
             text = self.tokenizer.decode([token])
@@ -68,7 +68,7 @@ class LocalJudge:
         return out
 
     def with_end(self, reading: AnswerReading, reply: Reply) -> AnswerReading:
-        """With the stop token that ended the answer, which most servers do not show."""
+        """Append the stop token that ended the answer, which most servers do not show."""
         stops = sorted(self.model.stop_token_ids)
         if reply.finish_reason != "stop" or not stops or (reading.tokens and reading.tokens[-1] in stops):
             return reading
@@ -76,7 +76,7 @@ class LocalJudge:
         return replace(reading, tokens=[*reading.tokens, stops[int(logits[stops].argmax())]])
 
     def logprobs(self, reading: AnswerReading, reply: Reply) -> list[tuple[float, float]]:
-        """Of the chosen tokens: ours, and the server's."""
+        """Logprobs of the chosen tokens, as pairs: ours and the server's."""
         shown = reply.logprobs
         if not any(shown) or reading.how == "text":
             return []
@@ -86,7 +86,7 @@ class LocalJudge:
         return [(float(row[token]), theirs) for row, token, theirs in asked if theirs is not None]
 
     def wrong(self, reading: AnswerReading, index: int, sampler: Sampler) -> list[Divergence]:
-        """Tokens that the model itself would not choose; the server's rounding counts where it is the larger one."""
+        """Find tokens that the model itself would not choose, by the larger of our rounding and the server's."""
         found = self.judge.answer(Answer(reading.prompt, reading.tokens, sampler), index)
         return [self._weighed(divergence) for divergence in found]
 
@@ -99,19 +99,19 @@ class LocalJudge:
 
     @cached_property
     def rounding(self) -> float:
-        """How far the server's logprobs of likely tokens are from ours: its rounding, and ours."""
+        """How far the server's logprobs of likely tokens are from ours, through its rounding and ours."""
         near = (abs(a - b) for a, b in self.compared if max(a, b) > NEAR)
         return rounding_of(max(near, default=None)) or 0.0
 
     @cached_property
     def compared(self) -> list[tuple[float, float]]:
-        """Logprobs of all greedy answers: ours, and the server's."""
+        """Logprobs of all greedy answers, as pairs: ours and the server's."""
         asked = zip(self.answers.plan.prompts, self.answers.first, strict=True)
         return [pair for prompt, reply in asked for pair in self.logprobs(self.read(prompt, reply), reply)]
 
 
 def every_token(local: LocalJudge) -> Check:
-    """Every token of the greedy answers is the local model's own choice, in higher precision."""
+    """Check that every token of the greedy answers is the local model's own choice, in higher precision."""
     answers = local.answers
     found, tokens, ways = list[Divergence](), 0, set[How]()
     for index, (prompt, reply) in enumerate(zip(answers.plan.prompts, answers.first, strict=True)):
@@ -122,8 +122,8 @@ def every_token(local: LocalJudge) -> Check:
     bugs = sum(not d.explained for d in found)
     summary = f"{tokens} tokens judged in higher precision: {len(found) - bugs} ties, {bugs} wrong"
     if "text" in ways:
-        summary += "; the server shows no tokens, so its texts were encoded again, which may not give the same ones"
+        summary += "; the server shows no tokens, so its texts were encoded again, which may give other tokens"
     elif "token texts" in ways:
-        summary += "; tokens found by their texts"
+        summary += "; tokens were looked up by their texts"
     figures = {"tokens": tokens, "ties": len(found) - bugs, "wrong": bugs, "tokens_from": sorted(ways)}
     return Check(answers.subject, "every token", verdict_of(found), summary, found, figures)

@@ -1,4 +1,4 @@
-"""Checks of answers: repeatable, equal without speculation and when sent at once, logprobs, and seeds."""
+"""Checks of a server's answers: repeatable, equal without speculation and under concurrency, logprobs, and seeds."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ MEAN, LARGEST = 0.05, 0.5  # differences of logprobs that 16-bit arithmetic expl
 
 
 def repeatable(answers: ServerAnswers) -> Check:
-    """The same greedy request twice gives the same answer, on either server."""
+    """Check that the same greedy request twice gives the same answer, on either server."""
     both = [answers.repeats, answers.plain_repeats]
     found = [d for repeats in both for d in _divergences(repeats, answers.drift)]
     note = f"; logprobs move by up to {answers.drift:.2g} between runs" if answers.drift is not None else ""
     if any(not d.explained for d in found):
-        note += "; the server is not deterministic, so later checks leave out the prompts that it answers differently"
+        note += "; the server is not deterministic, so later checks leave out the prompts whose answers vary"
     check = equality(answers.subject, "repeatable", found, sum(map(len, both)), note)
     return replace(check, figures=check.figures | {"drift": answers.drift})
 
 
 def greedy_equals_off(answers: ServerAnswers) -> Check:
-    """Greedy answers equal those without speculation."""
+    """Check that greedy answers equal those without speculation."""
     check = _equal(answers, "greedy = off", answers.pairs, answers.unstable(answers.plain_repeats))
     on, off = _accepted(answers.first), _accepted(answers.plain)
     if off:
-        summary = f"nothing was compared: told not to speculate, the server still accepted {off} guesses"
+        summary = f"nothing was compared: with speculation turned off, the server still accepted {off} draft tokens"
         return replace(check, verdict="fail", summary=summary, figures=check.figures | {"accepted_off": off})
     if on is None:
         return check
-    summary = f"{check.summary}; {on} tokens were accepted guesses"
+    summary = f"{check.summary}; {on} tokens were accepted draft tokens"
     return replace(check, summary=summary, figures=check.figures | {"accepted": on})
 
 
 def concurrent_equals_alone(answers: ServerAnswers) -> Check:
-    """Greedy prompts that are sent at once get the answers that they get alone."""
+    """Check that concurrent greedy requests get the same answers as each one alone."""
     plan, unstable = answers.plan, answers.unstable(answers.repeats)
-    rounds = -(-max(plan.concurrency, len(plan.prompts)) // len(plan.prompts))  # enough to fill every lane
+    rounds = -(-max(plan.concurrency, len(plan.prompts)) // len(plan.prompts))  # enough requests for the concurrency
     asked = [(prompt, answers.greedy) for prompt in plan.prompts * rounds]
     together = answers.on.many(asked, plan.concurrency)
     pairs = list(zip(answers.first * rounds, together, strict=True))
@@ -53,7 +53,7 @@ def concurrent_equals_alone(answers: ServerAnswers) -> Check:
 
 
 def logprobs(answers: ServerAnswers, local: LocalJudge | None) -> Check:
-    """Logprobs say something, greedy tokens are the likeliest by them, and they agree with those of the reference."""
+    """Check that logprobs are filled in, rank greedy tokens first, and agree with those of the reference."""
     name, subject = "logprobs", answers.subject
     shown = [token for reply in answers.first for token in reply.tokens or [] if token.logprob is not None]
     if not shown:
@@ -65,10 +65,10 @@ def logprobs(answers: ServerAnswers, local: LocalJudge | None) -> Check:
     allowed = 2 * (rounding_of(answers.drift) or 0.0)
     worse = sum(gap > allowed for gap in behind)
     said = [f"{worse} of {len(behind)} greedy tokens are not the likeliest" if worse else "greedy tokens are likeliest"]
-    # A token that is certain has 0.0 too, but then the others beside it are shown.
+    # A token with probability 1 has logprob 0.0 too, but then other tokens are shown beside it.
     hollow = blank if any(token.top for token in shown) else 0
     if hollow:
-        said.append(f"{hollow} of {len(shown)} logprobs were not filled in (0.0, and no other token beside it)")
+        said.append(f"{hollow} of {len(shown)} logprobs are not filled in (0.0, and no other token beside it)")
     good = not worse and not hollow
     figures: dict[str, Any] = {"tokens": len(shown), "not_likeliest": worse, "not_filled_in": hollow}
     references: dict[str, list[tuple[float, float]]] = {}
@@ -79,49 +79,49 @@ def logprobs(answers: ServerAnswers, local: LocalJudge | None) -> Check:
     for reference, pairs in references.items():
         agreed, summary, measured = agreement(pairs)
         good &= agreed
-        said.append(f"next to {reference}: {summary}")
+        said.append(f"compared with {reference}: {summary}")
         figures[reference] = measured
     return Check(subject, name, "pass" if good else "fail", "; ".join(said), figures=figures)
 
 
 def agreement(pairs: list[tuple[float, float]]) -> tuple[bool, str, dict[str, float]]:
-    """Whether logprobs of the same tokens agree as far as 16-bit arithmetic lets them, in words and in figures."""
+    """Whether logprobs of the same tokens agree within 16-bit rounding, with a summary and the figures."""
     if not pairs:
         return True, "nothing to compare", {}
     differences = [abs(a - b) for a, b in pairs]
     mean, largest = sum(differences) / len(differences), max(differences)
-    summary = f"{len(differences)} differ by {mean:.2g} on average and {largest:.2g} at most"
+    summary = f"{len(differences)} logprobs differ by {mean:.2g} on average and {largest:.2g} at most"
     good = mean <= MEAN and largest <= LARGEST
     if not good:
-        summary += f", where 16-bit arithmetic explains {MEAN:g} and {LARGEST:g}"
+        summary += f"; 16-bit arithmetic explains only {MEAN:g} and {LARGEST:g}"
     return good, summary, {"compared": len(differences), "mean": mean, "largest": largest}
 
 
 def same_seed(answers: ServerAnswers) -> Check:
-    """The same seed gives the same text again. That it is the text without speculation is more than must be."""
+    """Check that the same seed gives the same text again. It need not be the text without speculation."""
     name, subject, count = "same seed", answers.subject, len(answers.plan.prompts)
     on = _seeded(answers, answers.on)
     kept = _kept(on, _seeded(answers, answers.on))
     figures = {"answers": count, "kept": kept}
-    summary = f"{kept} of {count} sampled answers come again with their seed"
+    summary = f"{kept} of {count} sampled answers repeat with the same seed"
     off_keeps = True
     if answers.off is not None:
         off = _seeded(answers, answers.off)
         off_kept, shared = _kept(off, _seeded(answers, answers.off)), _kept(on, off)
         off_keeps = off_kept == count
         figures |= {"kept_off": off_kept, "same_as_off": shared}
-        summary += f"; {shared} are those without speculation, which only some servers promise"
+        summary += f"; {shared} equal those without speculation, which only some servers promise"
     if kept == count:
         return Check(subject, name, "pass", summary, figures=figures)
     if not off_keeps:
-        return Check(subject, name, "skip", summary + "; nor does it keep seeds without speculation", figures=figures)
+        return Check(subject, name, "skip", summary + "; nor does plain decoding keep seeds", figures=figures)
     if kept and answers.drift:
-        return Check(subject, name, "tie", summary + "; its rounding, which varies, can move a draw", figures=figures)
+        return Check(subject, name, "tie", summary + "; varying rounding can change a draw", figures=figures)
     return Check(subject, name, "fail", summary, figures=figures)
 
 
 def _accepted(replies: list[Reply]) -> int | None:
-    """Guesses of speculation that came true; None where the server does not say."""
+    """The number of accepted draft tokens; None if the server does not report it."""
     said = [reply.accepted for reply in replies if reply.accepted is not None]
     return sum(said) if said else None
 
@@ -137,10 +137,10 @@ def _kept(first: list[str], again: list[str]) -> int:
 
 
 def _equal(answers: ServerAnswers, name: str, pairs: list[Pair], lost: set[int]) -> Check:
-    """Equality of the pairs, but for those that are lost because the server does not repeat itself."""
-    note = f"; {len(lost)} left out, as the server does not repeat itself there" if lost else ""
+    """Check that the pairs are equal, except those lost because the server is not repeatable."""
+    note = f"; {len(lost)} left out, as the server is not repeatable there" if lost else ""
     if len(lost) == len(pairs):
-        return Check(answers.subject, name, "skip", "the server does not repeat itself on any prompt")
+        return Check(answers.subject, name, "skip", "the server is not repeatable on any prompt")
     found = [d for d in _divergences(pairs, answers.drift) if d.prompt not in lost]
     return equality(answers.subject, name, found, len(pairs) - len(lost), note)
 

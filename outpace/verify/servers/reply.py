@@ -1,4 +1,4 @@
-"""Reply: what an OpenAI-compatible server answered, in either of the two shapes that servers use."""
+"""Parsing of an OpenAI-compatible server's answers, from the completions or the chat endpoint."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from outpace.errors import OutpaceError
 
-TOKEN_ID = "token_id:"  # vLLM writes tokens so when it is asked for ids in place of strings
+TOKEN_ID = "token_id:"  # prefix of vLLM's tokens when ids are requested in place of strings
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token of an answer, and what the server says of the others at its place."""
+    """One token of an answer, and the logprobs of the other tokens at its position."""
 
     text: str
     logprob: float | None
-    top: dict[str, float]  # the likeliest tokens there, by their text
+    top: dict[str, float]  # logprobs of the likeliest tokens there, by their text
 
     @property
     def blank(self) -> bool:
-        """Whether nothing was filled in: 0.0, and no other token beside it."""
+        """Whether the logprob was not filled in: 0.0, and no other token beside it."""
         return self.logprob is None or (self.logprob == 0 and not any(self.top.values()))
 
 
@@ -35,16 +35,16 @@ class Reply:
     finish_reason: str | None
     counted: int | None  # tokens of the answer, by the server's own count
     chat: bool  # whether it came from the chat endpoint
-    accepted: int | None = None  # guesses that speculation got right, where the server says so
+    accepted: int | None = None  # accepted draft tokens, if the server reports them
 
     @property
     def logprobs(self) -> list[float | None]:
-        """Of the chosen tokens, where they were filled in."""
+        """Logprobs of the chosen tokens; None if not filled in."""
         return [None if token.blank else token.logprob for token in self.tokens or []]
 
     @property
     def length(self) -> int | None:
-        """Tokens of the answer, as far as the server shows them."""
+        """Number of tokens of the answer, if the server shows it."""
         shown = self.ids if self.ids is not None else self.tokens
         return self.counted if shown is None else len(shown)
 
@@ -56,7 +56,7 @@ def parse(data: Any, chat: bool) -> list[Reply]:
         choices = data["choices"]
         return [_reply(choice, data, counted if len(choices) == 1 else None, chat) for choice in choices]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise OutpaceError(f"the answer does not have the shape of OpenAI's API: {str(data)[:200]}") from error
+        raise OutpaceError(f"the answer does not follow OpenAI's API: {str(data)[:200]}") from error
 
 
 def _reply(choice: dict[str, Any], data: dict[str, Any], counted: int | None, chat: bool) -> Reply:
@@ -71,20 +71,20 @@ def _reply(choice: dict[str, Any], data: dict[str, Any], counted: int | None, ch
     tokens, ids = _tokens(choice.get("logprobs") or {})
     ids = choice.get("token_ids") or ids
     if ids is not None and tokens is not None and len(ids) != len(tokens):
-        ids = None  # they cannot be told apart by place
+        ids = None  # ids and tokens cannot be paired by position
     prompt_ids = choice.get("prompt_token_ids") or data.get("prompt_token_ids")
     return Reply(text, tokens, ids, prompt_ids, choice.get("finish_reason"), counted, chat, _accepted(data))
 
 
 def _accepted(data: dict[str, Any]) -> int | None:
-    """As llama.cpp says it, or vLLM with --per-request-spec-decode-metrics."""
+    """Read the accepted tokens from llama.cpp, or from vLLM with --per-request-spec-decode-metrics."""
     vllm = (data.get("metrics") or {}).get("speculative_decoding") or {}
     return (data.get("timings") or {}).get("draft_n_accepted", vllm.get("num_accepted_draft_tokens"))
 
 
 def _tokens(shown: dict[str, Any]) -> tuple[list[Token] | None, list[int] | None]:
-    """Tokens and, where they are shown, their ids."""
-    if shown.get("content"):  # of chats; llama.cpp has it for completions too
+    """Parse the tokens and, if shown, their ids."""
+    if shown.get("content"):  # format of chats; llama.cpp uses it for completions too
         entries = shown["content"]
         tops = [{other["token"]: other["logprob"] for other in entry.get("top_logprobs") or []} for entry in entries]
         tokens = [Token(e["token"], e["logprob"], top) for e, top in zip(entries, tops, strict=True)]

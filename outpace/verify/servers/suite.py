@@ -1,4 +1,4 @@
-"""Suite: what is asked of a server, in order."""
+"""The list of checks for a server."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from outpace.verify.suite import PlannedCheck
 
 
 def server_questions(on: Server, off: Server | None, local: Model | None, plan: ServerPlan) -> list[PlannedCheck]:
-    """Next to a server without speculation, or the same one told so, or a local model, or both; alone it is less."""
+    """List the checks of `on`; a server without speculation (`off`) and a local model each add some."""
     answers = ServerAnswers(on, off, plan)
     judge = None if local is None else LocalJudge(local, answers)
-    asked: dict[str, Callable[[], Check]] = {"repeatable": partial(parity.repeatable, answers)}
+    checks: dict[str, Callable[[], Check]] = {"repeatable": partial(parity.repeatable, answers)}
     if off is not None:
-        asked["greedy = off"] = partial(parity.greedy_equals_off, answers)
+        checks["greedy = off"] = partial(parity.greedy_equals_off, answers)
     if judge is not None:
-        asked["every token"] = partial(every_token, judge)
-    asked["logprobs"] = partial(parity.logprobs, answers, judge)
-    asked["same seed"] = partial(parity.same_seed, answers)
+        checks["every token"] = partial(every_token, judge)
+    checks["logprobs"] = partial(parity.logprobs, answers, judge)
+    checks["same seed"] = partial(parity.same_seed, answers)
     if off is not None or judge is not None:
-        asked["sampled distribution"] = partial(sampled_distribution, answers, judge)
-    asked |= SettingsCheck(answers, judge).all()
-    asked["concurrent = alone"] = partial(parity.concurrent_equals_alone, answers)
-    return [PlannedCheck(on.base, name, partial(_guarded, on.base, name, ask)) for name, ask in asked.items()]
+        checks["sampled distribution"] = partial(sampled_distribution, answers, judge)
+    checks |= SettingsCheck(answers, judge).all()
+    checks["concurrent = alone"] = partial(parity.concurrent_equals_alone, answers)
+    return [PlannedCheck(on.base, name, partial(_guarded, on.base, name, ask)) for name, ask in checks.items()]
 
 
 def _guarded(subject: str, name: str, ask: Callable[[], Check]) -> Check:
-    """An error of the server itself is a finding, once it has answered at all."""
+    """Report a server error as a result, except in the first check, where it ends the run."""
     try:
         return ask()
     except HTTPFailure as failure:
