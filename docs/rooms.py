@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TICK = "`"
 
 
 def names() -> list[str]:
@@ -28,10 +29,11 @@ def purpose(room: str) -> str:
     return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
-def table() -> str:
-    rows = [f"| `{room}` | {purpose(room).replace('|', chr(92) + '|')} |" for room in names()]
-    return "\n".join(["| room | what it holds |", "|---|---|", *rows])
+def listing() -> str:
+    """The rooms as a block of text, the names in one column."""
+    width = max(map(len, names()))
+    return "\n".join(["```", *(f"{room:{width}}  {purpose(room).replace(TICK, '')}" for room in names()), "```"])
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table() + "\n")
+    sys.stdout.write(listing() + "\n")

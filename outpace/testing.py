@@ -1,4 +1,4 @@
-"""A toy model and a byte tokenizer, for the tests of Outpace and of plugins.
+"""A toy model, for the tests of plugins too.
 
 `ToyLM` has no KV cache and computes every node from scratch. This is slow, but a node never attends to a wrong token. A
 draft model that shares some of its weights agrees with it on some tokens.

@@ -1,4 +1,4 @@
-"""Text handling: prompts to token ids, incremental detokenization, and stop strings."""
+"""Prompts to tokens, tokens to text."""
 
 from __future__ import annotations
 

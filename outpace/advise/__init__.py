@@ -1,1 +1,1 @@
-"""Advice: which method pays on your prompts, and Graft's gates tuned from traces."""
+"""Which method pays on your prompts."""

@@ -1,1 +1,1 @@
-"""The public API: load, Model, Request, Stream."""
+"""What users hold: load, Model, Request, Stream."""

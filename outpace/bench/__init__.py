@@ -1,1 +1,1 @@
-"""Benchmarks: methods compared side by side, as ratios within one run."""
+"""Methods side by side, as ratios."""

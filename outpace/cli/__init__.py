@@ -1,4 +1,4 @@
-"""The command line: one file for each command.
+"""One file for each command.
 
 A module adds its commands to the application when it is imported.
 """

@@ -82,13 +82,14 @@ def catalogue_tables() -> list[Table]:
     return tables
 
 
-def methods_markdown() -> str:
-    """Format the methods as a Markdown table, for the README."""
-    rows = ["| method | what it does | lossless | options |", "|---|---|---|---|"]
+def methods_markdown(options: bool = True) -> str:
+    """Return the methods as a Markdown table, for the documentation."""
+    head = ["method", "what it does", "lossless", "options"][: None if options else 3]
+    rows = [head, ["---"] * len(head)]
     for name, entry in catalogue()["methods"].items():
-        options = ", ".join(f"`{k}={v}`" for k, v in entry["options"].items()) or "none"
-        rows.append(f"| `{name}` | {entry['about']} | {_kept(entry, '**no**')} | {options} |")
-    return "\n".join(rows)
+        given = ", ".join(f"`{k}={v}`" for k, v in entry["options"].items()) or "none"
+        rows.append([f"`{name}`", entry["about"], _kept(entry, "**no**"), given][: len(head)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows).replace(" --- ", "---")
 
 
 def shelf_rows() -> list[dict[str, Any]]:

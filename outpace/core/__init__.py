@@ -1,1 +1,1 @@
-"""The decoding loop (draft, score in one pass, keep what the target chose) and the interfaces it is built on."""
+"""The loop, and the interfaces around it."""

@@ -1,1 +1,1 @@
-"""Draft models with a different vocabulary than the target's."""
+"""Draft models with another vocabulary."""

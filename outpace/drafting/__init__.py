@@ -1,1 +1,1 @@
-"""What drafting methods share: draft models, heads, trees, successor tables and layer searches."""
+"""What methods share."""

@@ -1,1 +1,1 @@
-"""Trained heads that draft for a target model, and their file formats."""
+"""Trained heads and their file formats."""

@@ -1,1 +1,1 @@
-"""Drafting methods, one file each: what a method drafts, and its options."""
+"""Drafting methods, one file each."""

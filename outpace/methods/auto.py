@@ -26,7 +26,7 @@ FREER: dict[str, dict[str, Any]] = {
 
 @dataclass(eq=False)
 class Auto(Drafter):
-    """Merges drafts of several methods and verifies only the part that pays."""
+    """Drafts of several methods; verifies the part that pays."""
 
     policy = "auto"
     draft: LM | None = None

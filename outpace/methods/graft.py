@@ -26,7 +26,7 @@ SPARE = 3  # size of the template, in `nodes`: some of its tokens are in the tre
 
 @dataclass(eq=False)
 class Graft(Drafter):
-    """Replaces the unlikely part of another method's draft with recycled tokens."""
+    """Another method's draft, its unlikely part replaced by recycled tokens."""
 
     reads_logits: ClassVar[bool] = True
     draft: LM | None = None

@@ -28,7 +28,7 @@ class LookaheadWindow:
 
 @dataclass(eq=False)
 class Lookahead(Drafter):
-    """Collects n-grams from the target's parallel Jacobi predictions and verifies them."""
+    """Drafts n-grams from the target's Jacobi iterations."""
 
     reads_logits: ClassVar[bool] = True
     window: int = 5

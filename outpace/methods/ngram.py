@@ -24,7 +24,7 @@ class Index:
 
 @dataclass(eq=False)
 class NGram(Drafter):
-    """Prompt lookup: copies what followed the last tokens earlier in the text."""
+    """Prompt lookup: copies what followed the last tokens before."""
 
     max_n: int = 4
     min_n: int = 1

@@ -11,7 +11,7 @@ from outpace.core.tree import OFF, Budget, Tree
 
 @dataclass(eq=False)
 class Plain(Drafter):
-    """No speculation: each pass commits one token (the baseline)."""
+    """One token per pass: the baseline."""
 
     limit = OFF
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Pruned(SelfDrafting):
-    """Drafts with the target itself, leaving out some of its layers."""
+    """The target without some of its layers drafts."""
 
     remove: int | str = 0  # number of layers; 0: an eighth of them; "auto": as many as pay on the first prompt
     by: str = "angle"  # "angle": the block that turns its input least; "search": layers anywhere

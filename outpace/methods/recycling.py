@@ -17,7 +17,7 @@ Rows = dict[int, list[int]]  # token -> its successors when the last tree was dr
 
 @dataclass(eq=False)
 class Recycling(Drafter):
-    """Token Recycling: drafts each token's likeliest successors from earlier passes."""
+    """Token Recycling: drafts likely successors seen in earlier passes."""
 
     reads_logits: ClassVar[bool] = True
     k: int = 8

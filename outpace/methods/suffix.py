@@ -114,7 +114,7 @@ class Reader:
 
 @dataclass(eq=False)
 class Suffix(Drafter):
-    """Suffix decoding: continues the longest match in this request or earlier answers."""
+    """Suffix decoding: continues the longest match in earlier text."""
 
     depth: int = 16
     width: int = 1

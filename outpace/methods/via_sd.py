@@ -50,7 +50,7 @@ class PendingBlock:
 
 @dataclass(eq=False)
 class ViaSD(Drafter):
-    """A pruned target verifies drafts first; the full target settles the rest."""
+    """A pruned target verifies first, the full target in doubt."""
 
     lossless = False
     lossless_if: ClassVar[dict[str, object]] = {"exact": True}

@@ -1,1 +1,1 @@
-"""Runtimes that execute a model's forward passes: Transformers, compiled layers, CUDA graphs, GGUF."""
+"""Runtimes: Transformers, compiled layers, CUDA graphs, GGUF."""

@@ -1,1 +1,1 @@
-"""Draft policies, which decide how much to draft: fixed rules, learned rules, and the controller behind `auto`."""
+"""How much to draft; the controller behind `auto`."""

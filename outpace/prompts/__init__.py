@@ -1,1 +1,1 @@
-"""Prompts for benchmarks and for training."""
+"""Prompts for benchmarks and training."""

@@ -1,4 +1,4 @@
-"""Registry: methods, policies, verifiers and loaders by name, imported on first use.
+"""Names to classes, imported on first use.
 
 Other packages add methods through the entry point group "outpace.methods" (name = "module:Class"). `catalogue` lists
 everything with its options, without importing it.

@@ -1,1 +1,1 @@
-"""Sampling: from logits to the chosen token by processors, filters, and noise keyed by seed and position."""
+"""From logits to the chosen token."""

@@ -1,1 +1,1 @@
-"""Storage on disk: the cache folder, atomic file writes, JSON lines, downloads and trained weights."""
+"""Files on disk, written whole; trained weights."""

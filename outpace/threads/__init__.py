@@ -1,1 +1,1 @@
-"""Threading: one worker thread per model, which runs its passes for all callers."""
+"""One worker thread for each model."""

@@ -1,1 +1,1 @@
-"""Traces: what every pass did, as a file, as an HTML page and in the terminal."""
+"""Traces as a file, a page, in a terminal."""

@@ -1,1 +1,1 @@
-"""Training of heads and draft models on the target's own answers."""
+"""Training of heads and draft models."""

@@ -1,1 +1,1 @@
-"""Verifiers beyond `match`: residual, typical, tiered and contrastive."""
+"""Rules of acceptance beyond `match`."""

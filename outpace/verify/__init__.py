@@ -1,1 +1,1 @@
-"""Checks that a model, here or on a server, gives the same text as plain decoding."""
+"""Proof that answers equal plain decoding."""

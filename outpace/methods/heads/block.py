@@ -10,7 +10,7 @@ from outpace.drafting.head_drafter import ParallelDrafter
 
 @dataclass(eq=False)
 class Block(ParallelDrafter):
-    """DFlash: trained layers predict a whole block from the target's hidden states."""
+    """Trained layers draft a whole block in one pass."""
 
     kind: ClassVar[str] = "block"
     head: Any = None  # a folder, or "random"; None: the head that ships for this model

@@ -10,7 +10,7 @@ from outpace.drafting.head_drafter import HeadDrafter
 
 @dataclass(eq=False)
 class Eagle3(HeadDrafter):
-    """A trained one-layer head drafts a tree from the target's hidden states."""
+    """A trained layer drafts a tree from hidden states."""
 
     kind: ClassVar[str] = "eagle3"
     head: Any = None  # a folder, or "random"; None: the head that ships for this model

@@ -12,7 +12,7 @@ from outpace.drafting.head_drafter import ParallelDrafter
 
 @dataclass(eq=False)
 class Medusa(ParallelDrafter):
-    """Trained layers predict several next tokens at once from one hidden state."""
+    """Trained layers draft several tokens from one hidden state."""
 
     kind: ClassVar[str] = "medusa"
     head: Any = None  # a folder, or "random"; None: the head that ships for this model

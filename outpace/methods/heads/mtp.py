@@ -10,7 +10,7 @@ from outpace.drafting.head_drafter import HeadDrafter
 
 @dataclass(eq=False)
 class Mtp(HeadDrafter):
-    """A trained layer drafts a chain from the target's last hidden state."""
+    """A trained layer drafts a chain from hidden states."""
 
     kind: ClassVar[str] = "mtp"
     head: Any = None  # a folder, or "random"; None: the head that ships for this model
