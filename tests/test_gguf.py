@@ -397,6 +397,7 @@ def test_logits_in_place_are_those_that_llama_cpp_hands_out(file: File) -> None:
             if entry.wanted and i % 5 < 3:
                 assert torch.equal(runtime.logits(i), listed(runtime, i))
                 assert runtime.greedy(i) == int(listed(runtime, i).argmax())
+                assert runtime.top_k(i, 4)[0].equal(listed(runtime, i).topk(4).indices)
     assert runtime._raw._field and not runtime._raw._left
     kept = runtime.logits(0)
     before = kept.clone()

@@ -43,6 +43,7 @@ from outpace.sampling.processors import (
 )
 from outpace.sampling.sampler import Processor, Sampler
 from outpace.sampling.settings import Sampling
+from outpace.sampling.top_k import top_k
 
 ALPHA = 1e-3  # seeds are fixed, so a test that passes once passes always
 VOCAB = 11
@@ -555,3 +556,13 @@ def test_compiled_top_k(seed: int, vocab: int, k: int, step: float) -> None:
     if not step:
         alive = logits.topk(k).values > -torch.inf
         assert found[alive].equal(logits.topk(k).indices[alive])
+
+
+@given(st.integers(0, 99), st.sampled_from([2048, 2100, 5000]), st.integers(1, 8))
+@steady
+def test_top_k_with_and_without_a_compiler(seed: int, vocab: int, k: int) -> None:
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(top_k(logits, k), logits.topk(k).indices)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: None)
+        assert torch.equal(top_k(logits, k), logits.topk(k).indices)

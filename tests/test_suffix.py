@@ -17,7 +17,7 @@ from outpace.core.policy import Policy
 from outpace.core.sequence import Limits
 from outpace.core.tree import ROOT, Budget, Tree
 from outpace.core.verifier import Match
-from outpace.drafting.successor_table import EMPTY, likeliest
+from outpace.drafting.successor_table import EMPTY
 from outpace.errors import UsageError
 from outpace.methods.lookahead import Lookahead
 from outpace.methods.ngram import NGram, continuation
@@ -403,13 +403,6 @@ def test_recycling_counts_ranks_by_its_table_in_a_tree_that_others_changed() -> 
     offered = list(drafter._offered)
     drafter.observe(seq, Step(Tree([1]), [0], [6], [0]), scores)  # it was not asked for this pass
     assert drafter._offered == offered
-
-
-@given(st.integers(0, 99), st.sampled_from([2048, 2100, 5000]), st.integers(1, 8))
-@settings(steady, max_examples=30)
-def test_the_likeliest_tokens_by_blocks(seed: int, vocab: int, k: int) -> None:
-    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(likeliest(logits, k), logits.topk(k).indices)
 
 
 def test_guesses_say_how_likely_they_are() -> None:

@@ -69,7 +69,7 @@ def _take(recording: Recording, event: Event) -> None:
     step, scores = event.step, event.scores
     assert step is not None and scores is not None
     start = len(recording.answer)
-    top = scores.logits.all().topk(min(TOP, scores.logits.all().shape[-1])).indices.tolist()  # [nodes, TOP]
+    top = scores.logits.top_k(min(TOP, event.seq.vocab)).tolist()  # [nodes, TOP]
     at = {node: start + depth for depth, node in enumerate(step.path)}
     recording.likely |= dict(zip(places(step.tree, at), top, strict=True))
     recording.answer += step.tokens

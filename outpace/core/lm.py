@@ -19,6 +19,7 @@ from torch import Tensor
 from outpace.core.layout import Layout
 from outpace.errors import UnsupportedModel
 from outpace.sampling.sampler import Pick
+from outpace.sampling.top_k import top_k
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -104,6 +105,10 @@ class Logits:
     def all(self) -> Tensor:  # [nodes, vocab]
         """Return the logits of all nodes."""
         return self._table
+
+    def top_k(self, k: int) -> Tensor:  # [nodes, k]
+        """Return the k likeliest tokens of each node in order."""
+        return top_k(self._table, k)
 
     def wait(self) -> None:
         """Wait until the device has computed the logits."""

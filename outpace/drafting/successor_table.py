@@ -7,11 +7,10 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from outpace.core.lm import Logits
 from outpace.core.tree import Tree
-from outpace.sampling import native
 
 EMPTY = -1
-BLOCK = 256  # tokens
 
 
 class Successors:
@@ -36,23 +35,7 @@ class Successors:
         new = self.table[text[:-1], 0] == EMPTY
         self.table[text[:-1][new], 0] = text[1:][new]
 
-    def learn(self, tree: Tree, logits: Tensor) -> None:  # [nodes, vocab]
+    def learn(self, tree: Tree, logits: Logits) -> None:
         last = {token: node for node, token in enumerate(tree.tokens)}  # if a token occurs twice, the last node wins
-        successors = likeliest(logits, self.k).to(self.table)  # [nodes, k]
+        successors = logits.top_k(self.k).to(self.table)  # [nodes, k]
         self.table[list(last)] = successors[list(last.values())]
-
-
-def likeliest(logits: Tensor, k: int) -> Tensor:  # [nodes, vocab] -> [nodes, k]
-    """The k best tokens in order. On a CPU they are searched only in the k blocks with the highest maxima."""
-    nodes, vocab = logits.shape
-    if logits.is_cuda or vocab < k * BLOCK:
-        return logits.topk(k).indices
-    found = native.top_k(logits, k)
-    if found is not None:
-        return found
-    if vocab % BLOCK:
-        logits = torch.nn.functional.pad(logits, (0, -vocab % BLOCK), value=-torch.inf)
-    blocks = logits.view(nodes, -1, BLOCK)
-    best = blocks.amax(-1).topk(k).indices  # [nodes, k]
-    found = blocks.gather(1, best[:, :, None].expand(-1, -1, BLOCK)).flatten(1).topk(k).indices
-    return best.gather(1, found // BLOCK) * BLOCK + found % BLOCK

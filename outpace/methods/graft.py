@@ -94,7 +94,7 @@ class Graft(Drafter):
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         self._inner.observe(seq, step, scores)
         self._learn_prompt(seq)
-        self._known.learn(step.tree, scores.logits.all())
+        self._known.learn(step.tree, scores.logits)
 
     def _learn_prompt(self, seq: Sequence) -> None:
         def learn() -> bool:

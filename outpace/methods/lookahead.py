@@ -59,7 +59,7 @@ class Lookahead(Drafter):
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         """One Jacobi iteration: the prediction after a tooth completes an n-gram, and the oldest level is dropped."""
         state = self._state(seq)
-        predicted = scores.logits.all().argmax(-1).tolist()
+        predicted = scores.logits.top_k(1)[:, 0].tolist()
         newest = list(state.levels[-1])
         for column in range(self.window):
             tooth = [level[column] for level in state.levels]

@@ -68,7 +68,7 @@ class Recycling(Drafter):
                     self._offered[rank] += 1
                     self._matched[rank] += token == choice
         rows.clear()
-        self._known.learn(step.tree, scores.logits.all())
+        self._known.learn(step.tree, scores.logits)
 
     def _learn_prompt(self, seq: Sequence) -> Rows:
         self._known.sized(seq.vocab)

@@ -48,6 +48,10 @@ class FetchedLogits(Logits):
     def all(self) -> Tensor:  # [nodes, vocab]
         return torch.stack([self[node] for node in range(len(self))])
 
+    def top_k(self, k: int) -> Tensor:  # [nodes, k]
+        assert self._pass == self._runtime.passes, "logits are read before the next pass"
+        return torch.cat([self._runtime.top_k(place, k) for place in self._places])
+
     def wait(self) -> None:
         """Do nothing: llama.cpp returns when a pass is done."""
 

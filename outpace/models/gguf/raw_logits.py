@@ -33,22 +33,23 @@ class RawLogits:
         self._field = 0  # address of the word that points to the rows; 0: not found yet
         self._left = COMPARED if os.environ.get("OUTPACE_RAW_LOGITS", "1") != "0" else 0
 
-    def row(self, entry: int, row: int) -> Tensor:  # [vocab]
-        """A copy of the logits of an entry of the last call, which is the given row of those that were asked for."""
+    def view(self, entry: int, row: int) -> Tensor:  # [vocab]
+        """Return the logits of an entry of the last call, valid until the next one. `row` is its place among the
+        entries whose logits were wanted."""
         if self._field and not self._left:
-            return self._view(row).clone()
+            return self._in_place(row)
         listed = torch.frombuffer(array("f", self._context.get_logits_ith(entry)), dtype=torch.float32)
         if self._left:
             self._compare(listed, row)
         return listed
 
-    def likeliest(self, entry: int, row: int) -> int | None:
-        """The likeliest token of a row; None where rows are read as lists."""
+    def usable(self, entry: int, row: int) -> bool:
+        """Whether rows are read in place; compares the first ones."""
         if self._left:
-            self.row(entry, row)
-        return int(self._view(row).argmax()) if self._field and not self._left else None
+            self.view(entry, row)
+        return bool(self._field) and not self._left
 
-    def _view(self, row: int) -> Tensor:
+    def _in_place(self, row: int) -> Tensor:
         first = ctypes.c_uint64.from_address(self._field).value + 4 * self._vocab * row
         return torch.frombuffer((ctypes.c_float * self._vocab).from_address(first), dtype=torch.float32)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outpace.errors import OutpaceError, UnsupportedModel
 from outpace.models.gguf.raw_logits import RawLogits
+from outpace.sampling.top_k import top_k
 
 BATCH, PART = 2048, 512  # most tokens of a pass, and of the part of it that llama.cpp computes at a time
 FEW = 3  # most tokens of a call that reordered weights multiply one by one
@@ -209,12 +210,20 @@ class Runtime:
         """Return the likeliest token there, found without copying all logits."""
         return self._earlier[index].likeliest if index < self._first else self._likeliest(index - self._first)
 
+    def top_k(self, index: int, k: int) -> Tensor:  # [1, k]
+        """Return the k likeliest tokens at an entry, found without copying its logits."""
+        if index < self._first:
+            return top_k(self._earlier[index].logits[None], k)
+        entry = index - self._first
+        return top_k(self._raw.view(entry, self._rows[entry])[None], k)
+
     def _logits(self, index: int) -> Tensor:  # [vocab]
-        return self._raw.row(index, self._rows[index])
+        return self._raw.view(index, self._rows[index]).clone()
 
     def _likeliest(self, index: int) -> int:
-        found = self._raw.likeliest(index, self._rows[index])
-        return self._greedy.sample(self._context, index) if found is None else found
+        if not self._raw.usable(index, self._rows[index]):
+            return self._greedy.sample(self._context, index)
+        return int(self._raw.view(index, self._rows[index]).argmax())
 
     def share(self, source: int, target: int, first: int, end: int) -> None:
         """Add the tokens of a sequence at these positions to another sequence."""
