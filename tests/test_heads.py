@@ -136,12 +136,10 @@ def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
         seen.append(tree.tokens)
     assert len(set(map(tuple, seen))) > 10
     unsure = sequence(**WARM, verifier="residual", policy="confidence:threshold=1.0,refit=false")
-    assert (
-        len(parallel_trees.tree_from_logits(unsure, logits, Budget(4, 24, 6))) == 2
-    )  # stopped behind the draw, which stays
-    assert not parallel_trees.tree_from_logits(
-        sequence(verifier="residual"), logits, Budget(4, 9, 3)
-    ).proposals  # nothing is drawn
+    # Stopped behind the draw, which stays.
+    assert len(parallel_trees.tree_from_logits(unsure, logits, Budget(4, 24, 6))) == 2
+    # Nothing is drawn.
+    assert not parallel_trees.tree_from_logits(sequence(verifier="residual"), logits, Budget(4, 9, 3)).proposals
 
 
 @pytest.mark.parametrize("kind", ["medusa", "block"])
@@ -149,7 +147,7 @@ def test_the_distribution_is_kept_under_residual(kind: str) -> None:
     model = Model(ToyLM(vocab=12))
     plan = VerifyPlan(model, [[1, 2, 3]], max_tokens=5, sampling=Sampling(temperature=1.0), samples=300, contexts=1)
     check = sampled_distribution(plan, Subject(kind, {"method": kind, "head": "random", "verifier": "residual"}))
-    assert check.verdict == "pass", check.detail
+    assert check.verdict == "pass", check.summary
 
 
 # Static trees
@@ -163,9 +161,8 @@ def test_a_template_is_the_same_in_every_tree() -> None:
     tree = parallel_trees.tree_from_logits(seq, logits, Budget(3, 9, 3), ranks)
     assert [tree.tokens[n] for n in range(1, len(tree))] == [int(order[len(path) - 1, path[-1]]) for path in ranks]
     assert spelled(tree) == {tuple(int(order[i, rank]) for i, rank in enumerate(path)) for path in ranks}
-    assert (
-        len(parallel_trees.tree_from_logits(seq, logits, Budget(2, 9, 2), ranks)) == 5
-    )  # nothing deeper, no third child
+    # Nothing deeper, no third child.
+    assert len(parallel_trees.tree_from_logits(seq, logits, Budget(2, 9, 2), ranks)) == 5
     assert len(parallel_trees.tree_from_logits(seq, logits, Budget(3, 2, 3), ranks)) == 3
     drafter = registry.method("medusa", template="0+1+0-0+0-2")
     assert drafter.limit == Budget(2, 4, 3)

@@ -96,9 +96,8 @@ def _chunk(
     tl.store(scores + place, top)
     tl.store(winners + place, winner)
     scaled = scaled.to(tl.float32)
-    scaled = tl.where(
-        scaled < float("inf"), scaled, float("-inf")
-    )  # the largest logit already reports non-finite values
+    # The largest logit already reports non-finite values.
+    scaled = tl.where(scaled < float("inf"), scaled, float("-inf"))
     peak = tl.max(scaled, 0)
     mass = tl.sum(tl.exp(scaled - tl.where(peak == float("-inf"), 0.0, peak)), 0)
     tl.store(facts + apart + place, peak)
