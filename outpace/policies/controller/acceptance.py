@@ -123,26 +123,26 @@ class RequestHistory:
         if len(proposal.tree) > 1:
             self.proposals = [*self.proposals[1 - most :], proposal]
 
-    def judge(self, token: int, calibrator: AcceptanceModel, model: str | None) -> None:
+    def judge(self, token: int, acceptance: AcceptanceModel, model: str | None) -> None:
         """Judge all draft tokens at this position, verified or not, by the next token of the text."""
         alive = []
         for proposal in self.proposals:
             chosen = proposal.tree.child(proposal.node, token)
-            self._judge(proposal, chosen, calibrator)
+            self._judge(proposal, chosen, acceptance)
             if model is not None:
-                self._judge_level(proposal, chosen, calibrator, model)
+                self._judge_level(proposal, chosen, acceptance, model)
             if chosen is not None:
                 proposal.node, proposal.depth = chosen, proposal.depth + 1
                 alive.append(proposal)
         self.proposals = alive
 
-    def _judge(self, proposal: Proposal, chosen: int | None, calibrator: AcceptanceModel) -> None:
+    def _judge(self, proposal: Proposal, chosen: int | None, acceptance: AcceptanceModel) -> None:
         counts: dict[str, list[float]] = {}
         for child in proposal.tree.children(proposal.node):
             if child >= len(proposal.kinds):
                 break  # added by a verifier
             kind = proposal.kinds[child]
-            calibrator.learn(kind, child == chosen)
+            acceptance.learn(kind, child == chosen)
             count = counts.setdefault(kind[0], [0, 0, 0.0])
             count[0] += 1
             count[1] += child == chosen
@@ -150,15 +150,15 @@ class RequestHistory:
         for source, (judged, right, expected) in counts.items():
             self.bias(source).learn(int(judged), int(right), expected)
 
-    def _judge_level(self, proposal: Proposal, chosen: int | None, calibrator: AcceptanceModel, model: str) -> None:
+    def _judge_level(self, proposal: Proposal, chosen: int | None, acceptance: AcceptanceModel, model: str) -> None:
         """Learn whether any token of the draft model matched at this depth."""
         tree = proposal.tree
         if any(child in tree.signals for child in tree.children(proposal.node)):
             at = level(model, proposal.depth + 1)
             right = chosen is not None and chosen in tree.signals
-            self.bias(BY_DEPTH + model).learn(1, int(right), calibrator.prob(at))
-            calibrator.learn(at, right)
+            self.bias(BY_DEPTH + model).learn(1, int(right), acceptance.prob(at))
+            acceptance.learn(at, right)
 
-    def level(self, calibrator: AcceptanceModel, model: str, depth: int) -> float:
+    def level(self, acceptance: AcceptanceModel, model: str, depth: int) -> float:
         """Return the probability that the draft model matches at this depth, if it matched at all lower depths."""
-        return self.bias(BY_DEPTH + model).prob(calibrator.prob(level(model, depth)))
+        return self.bias(BY_DEPTH + model).prob(acceptance.prob(level(model, depth)))
