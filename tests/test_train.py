@@ -277,7 +277,7 @@ def test_what_a_head_that_is_there_becomes(tiny: Model) -> None:
     with pytest.raises(UsageError, match=r"trained without taps=\[0, 1\] and cannot continue with it: fc.weight"):
         store.extended(store.fresh("block", tiny.lm), tiny.lm, None, taps=[0, 1])
     for taps in ([99], [], 3, ["a"]):
-        with pytest.raises(UsageError, match="a list of hidden states, from 0 to"):
+        with pytest.raises(UsageError, match="a list of hidden states from 0 to"):
             store.fresh("mtp", tiny.lm, taps=taps)
     for given in ({"linked": "x"}, {"linked": -5}, {"steps": 0}, {"layers": True}):
         with pytest.raises(UsageError, match="of a head must be an integer of at least"):
