@@ -27,8 +27,8 @@ from outpace.api.model import Model
 from outpace.api.request import Request
 from outpace.core import stats
 from outpace.core.engine import Engine
-from outpace.core.lm import Scores
-from outpace.core.tree import Tree
+from outpace.core.layout import Layout
+from outpace.core.lm import Picks, Scores
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.policies.controller.costs import Costs
 from outpace.prompts import tasks
@@ -61,11 +61,13 @@ class Simulated(ReplayLM):
         super().__init__(model, texts)
         self.texts, self.costs, self.clock = texts, costs, clock
 
-    def score(self, trees: Seq[Tree], rows: Seq[int], since: Seq[int] | None = None, **rest: Any) -> list[Scores]:
+    def score(
+        self, layouts: Seq[Layout], slots: Seq[int], since: Seq[int] | None = None, picks: Picks = None
+    ) -> list[Scores]:
         start = time.perf_counter()
-        found = super().score(trees, rows, since, **rest)
+        found = super().score(layouts, slots, since, picks)
         self.clock.hidden += time.perf_counter() - start
-        self.clock.simulated += self.costs.seconds(sum(map(len, trees)), len(trees))
+        self.clock.simulated += self.costs.seconds(sum(map(len, layouts)), len(layouts))
         return found
 
     def forward(self, jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
@@ -78,7 +80,7 @@ class Simulated(ReplayLM):
 
 
 class Target:
-    vocab, context, trees, stack = VOCAB, 8192, True, 0
+    vocab, max_length, trees, layers = VOCAB, 8192, True, None
 
 
 def noise(words: int, seed: int, count: int = 256) -> Recording:
@@ -98,7 +100,7 @@ def changing(seed: int, count: int = 256) -> Recording:
 def seconds(spec: str, texts: Seq[Recording], costs: Costs, batch: int, host: float) -> list[float]:
     """Simulate each batch and return its seconds; what a method learns carries over to the next batch."""
     clock = Clock(host)
-    stats.time = clock  # type: ignore[assignment]
+    stats.time = clock  # type: ignore[assignment, attr-defined]
     target, found = Simulated(Target(), texts, costs, clock), []
     model = Model(target)
     model._costs = costs

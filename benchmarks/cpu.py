@@ -9,6 +9,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -39,7 +41,7 @@ def passes(models: dict[str, outpace.Model], rounds: int) -> None:
     for turn in range(rounds + 1):
         for name, size in found:
             lm, tree = models[name].lm, Tree.chain([5] * size)
-            took = [spent(lambda lm=lm, tree=tree, row=rows[name]: lm.score([tree], [row])) for _ in range(4)]
+            took = [spent(partial(lm.score, [tree], [rows[name]])) for _ in range(4)]
             found[name, size] += took[1:] if turn else []
     say("| ms per pass, tokens | " + " | ".join(map(str, ROWS)) + " |")
     say("|---" * (len(ROWS) + 1) + "|")
@@ -52,24 +54,26 @@ def decoding(models: dict[str, outpace.Model], tokens: int, rounds: int) -> None
     """Print the tokens per second of greedy decoding, from the difference of a long and a short answer."""
     first = next(iter(models.values()))
     chat = [{"role": "user", "content": "Write a story about a lighthouse keeper and a whale."}]
-    encoded = first.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    tokenizer: Any = first.tokenizer
+    encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     ids = torch.tensor([encoded])
-    theirs = first.lm.model
+    transformers: Any = first.lm
 
     def generate(count: int) -> None:
         with torch.no_grad():
-            theirs.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+            transformers.model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+
+    def plain(model: outpace.Model, count: int) -> None:
+        model.clear_cache()
+        model.generate(encoded, method="plain", max_tokens=count, ignore_eos=True)
 
     contestants: dict[str, Callable[[int], object]] = {"Transformers generate": generate}
     for name, model in models.items():
-        contestants[name] = lambda count, model=model: (
-            model.clear_cache(),
-            model.generate(encoded, method="plain", max_tokens=count, ignore_eos=True),
-        )
+        contestants[name] = partial(plain, model)
     rates: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         for name, run in contestants.items():
-            short, long = spent(lambda run=run: run(8)), spent(lambda run=run: run(8 + tokens))
+            short, long = spent(partial(run, 8)), spent(partial(run, 8 + tokens))
             rates[name] += [tokens / (long - short)] if turn else []
     base = statistics.median(rates["Transformers generate"])
     for name, found in rates.items():
@@ -82,9 +86,13 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
-    kinds = {"eager": {"eager": True}, "compiled": {"eager": False}, "int8": {"eager": False, "quantize": "int8"}}
+    kinds: dict[str, dict[str, Any]] = {
+        "eager": {"compile": False},
+        "compiled": {"compile": True},
+        "int8": {"compile": True, "quantize": "int8"},
+    }
     loaded = {name: outpace.load(asked.model, device="cpu", **settings) for name, settings in kinds.items()}
     for name in ("compiled", "int8"):
-        say(f"{name}: compiled in {getattr(loaded[name].lm, 'compile_seconds', 0.0):.1f} s")
+        say(f"{name}: compiled in {getattr(getattr(loaded[name].lm, 'runner', None), 'compile_seconds', 0.0):.1f} s")
     decoding(loaded, asked.tokens, asked.rounds)
     passes(loaded, asked.rounds)

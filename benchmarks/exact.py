@@ -26,13 +26,13 @@ METHODS = ["ngram", "suffix", "recycling", "lookahead"]
 
 @dataclass
 class Count:
-    """Counts and times of one dtype, with or without exact passes."""
+    """Counts and times of one dtype, with or without bitwise=True."""
 
     answers: int = 0
     different: int = 0
     other_bits: int = 0
     plain: float = 0.0  # seconds
-    guessed: float = 0.0
+    speculative: float = 0.0
 
 
 def main(
@@ -48,13 +48,13 @@ def main(
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("answers", total=2 * len(dtype) * len(found) * (1 + len(METHODS)))
         for kind in dtype:
-            for exact in (False, True):
-                lm = outpace.load(model, dtype=kind, exact=exact)
+            for bitwise in (False, True):
+                lm = outpace.load(model, dtype=kind, bitwise=bitwise)
                 ids = [tasks.encode(prompt, lm) for prompt in found]
                 count = measure(lm, ids, tokens, batch, lambda: progress.advance(bar))
-                name = "exact" if exact else "usual"
+                name = "bitwise" if bitwise else "default"
                 figures = [count.answers, count.different, count.other_bits]
-                row = [kind, name, *map(str, figures), f"{count.plain:.1f}", f"{count.guessed:.1f}"]
+                row = [kind, name, *map(str, figures), f"{count.plain:.1f}", f"{count.speculative:.1f}"]
                 progress.console.print(*row)  # so that an interrupted run has shown results
                 table.add_row(*row)
     Console(width=100).print(table)
@@ -62,7 +62,7 @@ def main(
 
 def measure(lm: outpace.Model, prompts: list[list[int]], tokens: int, batch: int, done: Any) -> Count:
     count, plain = Count(), []
-    given = {"max_tokens": tokens, "logprobs": 0}
+    given: dict[str, Any] = {"max_tokens": tokens, "logprobs": 0}
     lm.generate(prompts[0], method="suffix", max_tokens=8)  # warm-up
     for prompt in prompts:
         start = time.perf_counter()
@@ -75,7 +75,7 @@ def measure(lm: outpace.Model, prompts: list[list[int]], tokens: int, batch: int
             lm.clear_cache()
             start = time.perf_counter()
             compare(count, lm.generate(prompt, method=method, **given), wanted)
-            count.guessed += time.perf_counter() - start
+            count.speculative += time.perf_counter() - start
             done()
         for at in range(0, len(prompts), batch):
             lm.clear_cache()

@@ -29,7 +29,7 @@ class Answer:
 Passes: TypeAlias = Generator[int, None, list[int]]  # yields the number of tokens after each pass, returns the tokens
 
 
-class Own:
+class Library:
     """llama.cpp as a library, without a server."""
 
     def __init__(self, path: Path):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from gguf_contestants import DRAFT, Answer, Own, Served, ours, race, server_library
+from gguf_contestants import DRAFT, Answer, Library, Served, ours, race, server_library
 from rich.progress import track
 
 import outpace
@@ -36,7 +36,7 @@ from outpace.prompts import tasks
 from outpace.text import encode
 
 PLACE = "gguf"  # name of the table's markers in the document
-OWN, SERVER = "llama.cpp", "server"
+LIBRARY, SERVER = "llama.cpp", "server"
 MODES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # modes without a draft model
 CODE = """def total(values):
     result = 0
@@ -78,7 +78,7 @@ class Field:
 
     path: Path
     model: Model
-    own: Own
+    library: Library
     methods: list[str]
     draft: Path | None
     modes: tuple[str, ...]  # modes of the server; empty: no server
@@ -92,7 +92,7 @@ class Field:
 
     @property
     def names(self) -> list[str]:
-        return [OWN, *([SERVER] if self.modes else []), *self.modes, *self.methods]
+        return [LIBRARY, *([SERVER] if self.modes else []), *self.modes, *self.methods]
 
     def round(self, asked: dict[tuple[str, int], list[int]]) -> Generator[tuple[str, int, str, Answer]]:
         """Let all contestants answer all prompts, without any memory of earlier rounds."""
@@ -102,7 +102,7 @@ class Field:
             for mode in (None, *self.modes) if self.modes else ():
                 served[mode or SERVER] = servers.enter_context(Served(self.path, mode, self.draft))
             for (kind, i), prompt in track(asked.items()):
-                lanes = {OWN: self.own.ask(prompt, self.count)}
+                lanes = {LIBRARY: self.library.ask(prompt, self.count)}
                 for name, model in models.items():
                     given = {"method": name.split()[0]} | ({"draft": self._draft} if name.endswith("draft") else {})
                     lanes[name] = ours(model, prompt, self.count, **given)
@@ -134,9 +134,9 @@ class Results:
         rows = [f"| {' | '.join(['tokens/s', *named])} |", "|" + "---|" * (len(named) + 1)]
         for kind in dict.fromkeys(kind for kind, _, _ in self.answers):
             rate = {name: self.rate(kind, name) for name in self.names}
-            others = [n for n in self.names if n not in (OWN, SERVER)]
-            cells = [f"{rate[n]:.1f}" for n in self.names if n in (OWN, SERVER)]
-            gains = {n: rate[n] / rate[SERVER if n in modes else OWN] for n in others}
+            others = [n for n in self.names if n not in (LIBRARY, SERVER)]
+            cells = [f"{rate[n]:.1f}" for n in self.names if n in (LIBRARY, SERVER)]
+            gains = {n: rate[n] / rate[SERVER if n in modes else LIBRARY] for n in others}
             cells += [f"{rate[n]:.1f} ({gains[n]:.2f})" for n in others]
             if "`auto` / `plain`" in named:
                 cells.append(f"**{gains['auto'] / gains['plain']:.2f}**")
@@ -181,7 +181,7 @@ def main(
     if server:
         server_library()  # fails before anything is loaded if it is missing
     model = outpace.load(path)
-    field = Field(path, model, Own(path), method, draft, tuple(mode) if server else (), max_tokens)
+    field = Field(path, model, Library(path), method, draft, tuple(mode) if server else (), max_tokens)
     found = {name: texts for name, texts in prompts(model, prompts_, limit).items() if not kind or name in kind}
     asked = {(name, i): text for name, texts in found.items() for i, text in enumerate(texts)}
     model.generate(next(iter(asked.values())), method="auto", max_tokens=16)  # measures pass costs, if they are unknown

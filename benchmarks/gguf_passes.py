@@ -21,7 +21,7 @@ from cyllama.llama import llama_cpp as library
 from gguf_contestants import usual
 from torch import Tensor
 
-from outpace.models.gguf.repack import faster
+from outpace.models.gguf.repack import load_faster
 from outpace.models.gguf.runtime import BatchEntry, File, Runtime
 
 SIZES = (1, 2, 3, 4, 8, 16)
@@ -32,7 +32,7 @@ class Ours:
     """Passes over one text with our settings."""
 
     def __init__(self, path: Path):
-        self.runtime = Runtime(faster(path, None), CELLS)
+        self.runtime = Runtime(load_faster(path, None), CELLS)
 
     def decode(self, tokens: list[int], first: int) -> None:
         self.runtime.decode([BatchEntry(token, first + i, [0], True) for i, token in enumerate(tokens)])

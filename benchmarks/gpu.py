@@ -4,7 +4,7 @@ gain of speculation, on the text of a small model that is grown to the large sha
     python benchmarks/gpu.py passes --shape 8b --context 1024
     python benchmarks/gpu.py draft --int8
     python benchmarks/gpu.py speculation --small smollm2-135m-instruct
-    python benchmarks/gpu.py batches --small smollm2-135m-instruct --chance 0.2 0.4 0.7
+    python benchmarks/gpu.py batches --small smollm2-135m-instruct --acceptance 0.2 0.4 0.7
     python benchmarks/gpu.py sampling --small smollm2-135m-instruct
 """
 
@@ -107,7 +107,7 @@ def choose(lm: Any, row: int, size: int) -> list[int]:
 def wrapped(model: LlamaForCausalLM) -> outpace.Model:
     start = time.perf_counter()
     found = outpace.wrap(model, compile=True)
-    assert isinstance(found.lm.runner, GraphRunner), "the model runs eagerly"
+    assert isinstance(getattr(found.lm, "runner", None), GraphRunner), "the model runs eagerly"
     gc.collect()
     gc.freeze()  # as the command line does
     atexit.register(gc.unfreeze)
@@ -118,7 +118,7 @@ def wrapped(model: LlamaForCausalLM) -> outpace.Model:
 def passes(shape: str, contexts: list[int], short: bool) -> None:
     model = build(shape, short)
     rate, weights = bandwidth(), weight_bytes(model)
-    lm = wrapped(model).lm
+    lm: Any = wrapped(model).lm
     assert isinstance(lm.runner, GraphRunner)
     say(f"{shape}: {weights / 1e9:.2f} GB of weights, a copy runs at {rate / 1e12:.2f} TB/s")
     for context in contexts:
@@ -129,7 +129,7 @@ def passes(shape: str, contexts: list[int], short: bool) -> None:
         first = 0.0
         for size in (1, 2, 4, 8, 16, 32, 64):
             wall = wall_seconds(partial(choose, lm, row, size))
-            alone = gpu_seconds(next(reversed(lm._graphs.values())).replay)
+            alone = gpu_seconds(next(reversed(lm.runner._graphs.values())).replay)
             first = first or alone
             say(
                 f"  {size:3d} tokens: {alone * 1e3:6.3f} ms, {alone / first:.2f} of one, {alone / limit:.2f} of the "
@@ -142,7 +142,7 @@ def passes(shape: str, contexts: list[int], short: bool) -> None:
 
 
 def draft(short: bool) -> None:
-    lm = wrapped(build("1b", short)).lm
+    lm: Any = wrapped(build("1b", short)).lm
     assert isinstance(lm.runner, GraphRunner)
     row = lm.acquire([])
     lm.feed([[(7 * i) % 1000 for i in range(1024)]], [row])
@@ -157,10 +157,10 @@ def draft(short: bool) -> None:
 
 @dataclass(eq=False)
 class Oracle(Drafter):
-    """A drafter that knows the answer; each draft token is correct with probability `chance`."""
+    """A drafter that knows the answer; each draft token is correct with probability `acceptance`."""
 
     answers: dict[int, list[int]] = field(default_factory=dict)  # length of the prompt -> prompt and answer
-    chance: float = 0.8
+    acceptance: float = 0.8
     depth: int = 5
     seed: int = 0
     _random: random.Random = field(init=False)
@@ -175,7 +175,7 @@ class Oracle(Drafter):
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         text = self.answers[seq.prompt_length]
         ahead = text[len(seq.tokens) : len(seq.tokens) + budget.depth]
-        return Tree.chain([seq.tokens[-1], *(t if self._random.random() < self.chance else t + 1 for t in ahead)])
+        return Tree.chain([seq.tokens[-1], *(t if self._random.random() < self.acceptance else t + 1 for t in ahead)])
 
 
 def prompts() -> Iterator[list[int]]:
@@ -219,17 +219,18 @@ def speculation(small: str, count: int) -> None:
     start = time.perf_counter()
     with torch.no_grad():
         ids = torch.tensor(given, device="cuda")
-        theirs = model.lm.model.generate(ids, max_new_tokens=32, min_new_tokens=32, do_sample=False)
+        runtime: Any = model.lm
+        theirs = runtime.model.generate(ids, max_new_tokens=32, min_new_tokens=32, do_sample=False)
     say(f"Transformers generate: {32 / (time.perf_counter() - start):.1f} tokens/s ({theirs.shape[1]} tokens in all)")
-    for chance, depth in ((0.0, 4), (0.6, 4), (0.8, 4), (0.9, 5), (0.9, 7), (1.0, 7)):
-        fast, per_pass, again = settled(model, given, tokens, Oracle({}, chance, depth), max_tokens=count)
+    for acceptance, depth in ((0.0, 4), (0.6, 4), (0.8, 4), (0.9, 5), (0.9, 7), (1.0, 7)):
+        fast, per_pass, again = settled(model, given, tokens, Oracle({}, acceptance, depth), max_tokens=count)
         lm = model.lm
         row = lm.acquire(given[0])
         lm.feed([given[0]], [row])
         spent = wall_seconds(partial(choose, lm, row, depth + 1))
         lm.release(row)
         say(
-            f"acceptance {chance:.1f}, depth {depth}: {per_pass:.2f} tokens per pass, {fast:.1f} tokens/s, "
+            f"acceptance {acceptance:.1f}, depth {depth}: {per_pass:.2f} tokens per pass, {fast:.1f} tokens/s, "
             f"{fast / plain:.2f} of plain; passes alone predict {per_pass / spent:.1f} tokens/s; "
             f"{parting(model, given, tokens[0], again[0])}"
         )
@@ -246,16 +247,16 @@ def parting(model: outpace.Model, given: Texts, due: list[int], found: list[int]
     return f"diverges at token {at}, where the two tokens are {gap} apart"
 
 
-def batches(small: str, count: int, chances: list[float]) -> None:
+def batches(small: str, count: int, rates: list[float]) -> None:
     model = wrapped(grown(small))
     model.max_batch = 64
     for size in (1, 4, 16, 64):
         given = batch(size)
         plain, _, tokens = max(rate(model, given, method="plain", max_tokens=count) for _ in range(RUNS))
-        for chance in chances:
-            line = f"batch {size:2d}, acceptance {chance:.1f}: plain {plain:7.1f} tokens/s"
+        for acceptance in rates:
+            line = f"batch {size:2d}, acceptance {acceptance:.1f}: plain {plain:7.1f} tokens/s"
             for policy in ("fixed", "auto"):
-                draft = Oracle({}, chance, 4)
+                draft = Oracle({}, acceptance, 4)
                 fast, per_pass, _ = settled(model, given, tokens, draft, policy=policy, max_tokens=count)
                 line += f"; {policy} {fast:7.1f} ({fast / plain:.2f}, {per_pass:.2f} tokens per pass)"
             say(line)
@@ -289,7 +290,7 @@ if __name__ == "__main__":
     parser.add_argument("--context", type=int, nargs="+", default=[1024])
     parser.add_argument("--small", default="smollm2-135m-instruct", help="demo model or folder of a Llama to grow")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--chance", type=float, nargs="+", default=[0.7], help="acceptance rate, for batches")
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.7], help="acceptance rate, for batches")
     parser.add_argument("--int8", action="store_true", help="int8 weights, for passes and draft")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
@@ -304,4 +305,4 @@ if __name__ == "__main__":
     elif asked.part == "sampling":
         sampling(asked.small, asked.tokens)
     else:
-        batches(asked.small, asked.tokens, asked.chance)
+        batches(asked.small, asked.tokens, asked.acceptance)

@@ -25,8 +25,8 @@ from outpace.advise.tune_graft import Calibration, calibrate
 from outpace.api.model import Model
 from outpace.bench.markers import update
 from outpace.core.drafter import Drafter
-from outpace.core.lm import LM
-from outpace.drafting import layer_search, slim_search, tuning_file
+from outpace.core.lm import LM, layers_of
+from outpace.drafting import layer_search, tuning_file
 from outpace.prompts import tasks
 from outpace.tracing.trace import TraceWriter, read
 
@@ -155,7 +155,7 @@ def main() -> None:
     prompts = [tasks.encode(prompt, model) for prompt in found[::2] + found[1::2]]
     text = compare(
         model,
-        slim_search.layered(model.lm, "the draft").layers.slice(layer_search.parse(given.draft_layers)),
+        layers_of(model.lm).slice(layer_search.parse(given.draft_layers)),
         prompts,
         given,
     )

@@ -26,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def source(small: str) -> str:
     """The folder of a demo model; any other name is a folder already."""
-    return str(demo_weights.fetch(small)) if small in demo_weights.SHELF else small
+    return str(demo_weights.fetch(small)) if small in demo_weights.DEMO_MODELS else small
 
 
 def grown(small: str, device: str = "cuda") -> LlamaForCausalLM:

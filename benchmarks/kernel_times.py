@@ -112,7 +112,7 @@ def data(sizes: list[int], k: int) -> list[list[Tensor]]:
     """Make enough copies of the matrices that each one leaves the cache before it is used again."""
     copies = max(1, -(-COLD // (2 * k * sum(sizes))))
     make = dict(dtype=torch.bfloat16, device="cuda")
-    return [[torch.randn(n, k, **make) * 0.02 for n in sizes] for _ in range(copies)]  # type: ignore[arg-type]
+    return [[torch.randn(n, k, **make) * 0.02 for n in sizes] for _ in range(copies)]  # type: ignore[call-overload]
 
 
 def calls_of(x: Tensor, copies: list[list[Tensor]], config: LinearTiles) -> Calls:

@@ -161,7 +161,9 @@ def readings(
     seed: int = 0,
 ) -> None:
     """Write prompts that quote texts, and some that do not."""
-    tokenizer = AutoTokenizer.from_pretrained(demo_weights.folder(model) if model in demo_weights.SHELF else model)
+    tokenizer = AutoTokenizer.from_pretrained(
+        demo_weights.folder(model) if model in demo_weights.DEMO_MODELS else model
+    )
 
     def said(record: TextRecord) -> tuple[str, str]:
         prompt = tokenizer.decode(record.tokens[: record.prompt])

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import outpace
+from outpace.core.lm import layers_of
 from outpace.drafting.layer_search import (
     LayerProbe,
     Matches,
@@ -84,7 +85,7 @@ def main(
         )
 
     chosen, judged = probe(firsts), probe(prompt for prompt in asked if prompt not in firsts)
-    stack = lm.lm.layers.count
+    stack = layers_of(lm.lm).count
     layers = sorted({max(1, round(stack * i / (exits + 1))) for i in range(1, exits + 1)} | {stack - 1})
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("drafts", total=len(layers) + len(remove) + len(search))
@@ -110,7 +111,8 @@ def points(
     probes: Probes, exits: list[int], remove: list[int], search: list[int], done: Callable[[], object]
 ) -> Iterator[Point]:
     chosen, judged = probes.chosen, probes.judged
-    stack, share = judged.target.layers.count, judged.target.layers.cost_share
+    layers = layers_of(judged.target)
+    stack, share = layers.count, layers.cost_share
     for count in exits:
         yield Point("exit", spell(range(count)), count, share(count), judged.exit(count))
         done()

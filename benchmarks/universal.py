@@ -75,10 +75,12 @@ class Transformers:
     """Transformers' `generate`, alone or with an assistant, with a count of the target's passes."""
 
     def __init__(self, target: outpace.Model, draft: outpace.Model | None, settings: dict[str, Any]):
-        self.model, self.settings, self.passes = target.lm.model, dict(settings), 0
+        runtime: Any = target.lm
+        self.model, self.settings, self.passes = runtime.model, dict(settings), 0
         if draft is not None:
             # With another tokenizer and sampling, Transformers modifies the assistant permanently.
-            self.settings["assistant_model"] = copy.deepcopy(draft.lm.model)
+            assistant: Any = draft.lm
+            self.settings["assistant_model"] = copy.deepcopy(assistant.model)
             if isinstance(target.draft_of(draft), TranslatedLM):
                 self.settings |= {"tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
 
@@ -155,9 +157,10 @@ def table(everyone: list[Contestant]) -> None:
 def main(asked: argparse.Namespace) -> None:
     target = outpace.load(asked.target, dtype=asked.dtype)
     drafts = {name.rstrip("/").rpartition("/")[2]: outpace.load(name, dtype=asked.dtype) for name in asked.draft}
+    tokenizer: Any = target.tokenizer
     prompts = {
         kind: [
-            target.tokenizer.apply_chat_template(
+            tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
             )["input_ids"]
             for text in texts[: asked.limit]

@@ -147,6 +147,7 @@ def work(shape: str | None) -> None:
     """Run workloads by name, one per line of standard input, in the process of one version."""
     import outpace
 
+    model: Any
     if shape is None:
         model = outpace.load("smollm2-135m-instruct", device="cpu", dtype="float32")
         works = dict(works_on_text(model))

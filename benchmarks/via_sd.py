@@ -21,8 +21,8 @@ import typer
 
 import outpace
 from outpace.api.model import Model
-from outpace.core.lm import LM
-from outpace.drafting import layer_search, slim_search
+from outpace.core.lm import LM, layers_of
+from outpace.drafting import layer_search
 from outpace.prompts import tasks
 from outpace.sampling.settings import Sampling
 from outpace.verify.lossy import is_right, price
@@ -52,7 +52,7 @@ class Point:
 
 def subjects(draft: Model | LM | None, given: dict[str, Any]) -> list[Subject]:
     own = {"draft": draft} if draft is not None else {}
-    inner = {"method": "suffix" if draft is None else "draft", **own}
+    inner: dict[str, Any] = {"method": "suffix" if draft is None else "draft", **own}
     found = [
         Subject(inner["method"], inner),
         Subject("via_sd, exact", {"method": "via_sd", "exact": True, **own, **given}),
@@ -108,7 +108,7 @@ def plot(points: Seq[Point], path: Path) -> None:
         names = dict[tuple[float, float], list[str]]()  # coinciding points share a label
         for point in points:
             x, y = getattr(point, of), point.speedup if timed else point.tokens_per_pass
-            if x is not None:
+            if x is not None and y is not None:
                 axis.plot(x, y, "o" if point.lossless else "s", color="tab:green" if point.lossless else "tab:red")
                 names.setdefault((x, y), []).append(point.name.removeprefix("via_sd, "))
         for place, shown in names.items():
@@ -157,7 +157,7 @@ def main() -> None:
     model = outpace.load(given.model)
     draft: Model | LM | None = outpace.load(given.draft) if given.draft else None
     if given.draft_layers:
-        draft = slim_search.layered(model.lm, "the draft").layers.slice(layer_search.parse(given.draft_layers))
+        draft = layers_of(model.lm).slice(layer_search.parse(given.draft_layers))
     points = points_of(model, draft, tasks.load(None, given.task or ["math", "qa"], given.limit), given)
     typer.echo(table(points))
     if given.plot is not None:

@@ -136,7 +136,7 @@ class ToyStates:
 
         return HeadLM.of_head(head)
 
-    def ready(self, head: Any) -> Any:
+    def prepare_head(self, head: Any) -> Any:
         return head
 
 

@@ -44,7 +44,7 @@ def costs() -> Iterator[Costs]:
     made_up = Costs(((1, 1.0), (8, 1.3), (64, 4.0)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("outpace.policies.controller.costs.load_or_measure", lambda lm, name="": made_up)
-        patch.setattr("outpace.models.gguf.repack.faster", File)  # as the file has it
+        patch.setattr("outpace.models.gguf.repack.load_faster", File)  # as the file has it
         yield made_up
 
 

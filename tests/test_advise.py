@@ -112,7 +112,7 @@ def test_a_prediction_is_its_costs_added_up() -> None:
     assert found.speedup.value == pytest.approx(plain / mine)
     assert found.speedup.low == found.speedup.high == pytest.approx(plain / mine)  # nothing varies
     assert found.draft_share == pytest.approx(3 * 0.5 / (3 * mine))
-    assert found.rows_per_pass == pytest.approx(10 / 4)
+    assert found.nodes_per_pass == pytest.approx(10 / 4)
 
 
 def test_an_interval_holds_what_varies() -> None:

@@ -15,13 +15,13 @@ def step(
     rota: Backoff, rests: list[RequestPause], gain: float, exposed: float = 1.0, longest: int = LONGEST
 ) -> list[int]:
     """One pass of a policy: who is asked in it."""
-    rota.sample(rests)
-    asked = [i for i, rest in enumerate(rests) if not rota.resting(rest)]
+    rota.choose_sample(rests)
+    asked = [i for i, rest in enumerate(rests) if not rota.is_paused(rest)]
     for i in set(range(len(rests))) - set(asked):
         rests[i].left -= 1
-    rota.begin()
+    rota.begin_pass()
     if asked:
-        rota.settle([rests[i] for i in asked], [gain] * len(asked), len(rests), exposed, longest)
+        rota.update([rests[i] for i in asked], [gain] * len(asked), len(rests), exposed, longest)
     return asked
 
 
@@ -78,9 +78,9 @@ def test_all_are_woken_when_those_who_were_asked_gain() -> None:
 
 def test_those_who_gain_nothing_rest_beside_those_who_do() -> None:
     rota, rests = Backoff(), [RequestPause(), RequestPause()]
-    rota.begin()
-    rota.settle(rests, [MUCH, NOTHING], SAMPLE, 1.0, LONGEST)
-    assert not rota.resting(rests[0]) and rota.resting(rests[1])
+    rota.begin_pass()
+    rota.update(rests, [MUCH, NOTHING], SAMPLE, 1.0, LONGEST)
+    assert not rota.is_paused(rests[0]) and rota.is_paused(rests[1])
 
 
 @pytest.mark.parametrize(("each", "woken"), [(0.1, False), (0.2, True)])

@@ -18,7 +18,13 @@ from outpace import registry
 from outpace.api.load import wrap
 from outpace.api.model import Model
 from outpace.bench import markers, plan as planning, record as recording, report, tables
-from outpace.bench.contestants import OutpaceContestant, RunRules, TransformersContestant, sweep, theirs
+from outpace.bench.contestants import (
+    OutpaceContestant,
+    RunRules,
+    TransformersContestant,
+    sweep,
+    transformers_contestants,
+)
 from outpace.bench.plan import BenchPlan
 from outpace.bench.record import BenchRecord, Writer
 from outpace.bench.run import AnswerSettings, Condition, Contestant, Group, Run, measure, warm_up
@@ -145,7 +151,7 @@ def test_turns_follow_the_answers_before_them() -> None:
     prompt = tasks.Prompt("chat", "1", ("first", "second"), ({"role": "system", "content": "be brief"},))
     assert bytes(tasks.encode(prompt, model)).decode() == "be brief\n\nfirst"
     assert bytes(tasks.encode(prompt, model, ["said"])).decode() == "be brief\n\nfirst\n\nsaid\n\nsecond"
-    asked = planning.ask(BenchPlan(("chat",), max_tokens=4), model, [prompt, prompt], lambda: None)
+    asked = planning.encode_turns(BenchPlan(("chat",), max_tokens=4), model, [prompt, prompt], lambda: None)
     assert [a.name for a in asked] == ["1.1", "1.1", "1.2", "1.2"]
     answer = model.generate(asked[0].tokens, method="plain", max_tokens=4).text
     assert asked[2].tokens == tasks.encode(prompt, model, [answer])
@@ -190,7 +196,7 @@ def test_a_plan_refuses_what_cannot_be() -> None:
             BenchPlan(**wrong)  # type: ignore[arg-type]
     small = Model(ToyLM(vocab=257, max_length=16), ByteTokenizer())
     with pytest.raises(UsageError, match="lower --max-tokens or --context"):
-        planning.ask(BenchPlan(("qa",)), small, tasks.load(None, ["qa"]), lambda: None)
+        planning.encode_turns(BenchPlan(("qa",)), small, tasks.load(None, ["qa"]), lambda: None)
 
 
 # The runs.
@@ -291,7 +297,7 @@ def test_policies_and_methods_are_swept() -> None:
 def test_transformers_answers_as_plain_decoding() -> None:
     model = wrap(build("llama", num_key_value_heads=2), name="tiny")
     draft = wrap(build("llama", num_key_value_heads=2, num_hidden_layers=2))
-    everyone = [*plain_and(model, "suffix"), *theirs(model, draft, batched=True)]
+    everyone = [*plain_and(model, "suffix"), *transformers_contestants(model, draft, batched=True)]
     assert [c.name for c in everyone[2:]] == [
         "Transformers generate", "Transformers prompt lookup, one by one", "Transformers assisted, one by one",
     ]  # fmt: skip

@@ -32,7 +32,7 @@ from outpace.models.adapt import adapt
 from outpace.models.hf.cache import FIRST_CAPACITY
 from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.snapshot import SnapshotLM
-from outpace.models.slots import CHUNK, RIDE, SlotLM
+from outpace.models.slots import CHUNK, MAX_DEFERRED, SlotLM
 
 VOCAB = 19
 SIZES: dict[str, Any] = {
@@ -228,7 +228,9 @@ def test_score_keep_score_is_a_fresh_prefill(name: str, random: Random) -> None:
 @steady
 def test_ragged_rows_share_a_pass(name: str, random: Random) -> None:
     checked = Checked(name, random)
-    rows = [checked.acquire(checked.text(random.choice([0, 1, 3, RIDE, RIDE + 1, 30]))) for _ in range(4)]
+    rows = [
+        checked.acquire(checked.text(random.choice([0, 1, 3, MAX_DEFERRED, MAX_DEFERRED + 1, 30]))) for _ in range(4)
+    ]
     for _ in range(3):
         rounds(checked, random.sample(rows, random.randint(1, 4)), 1)
     checked.check()
@@ -276,7 +278,7 @@ def test_sync_crops_feeds_and_drops_what_was_provisional(name: str, random: Rand
         if random.random() < 0.5:
             checked.score([row], [checked.tree()])  # provisional: nothing of it is kept, unless it happens to be right
         start = random.randint(0, len(checked.held[row]))
-        checked.feed(row, checked.held[row][:start] + checked.text(random.choice([0, 1, 5, RIDE + 3])))
+        checked.feed(row, checked.held[row][:start] + checked.text(random.choice([0, 1, 5, MAX_DEFERRED + 3])))
     checked.check()
 
 
@@ -349,7 +351,7 @@ def test_long_prompts_run_in_chunks_and_the_cache_grows_under_running_rows(name:
     first = checked.acquire(checked.text(FIRST_CAPACITY - 3))
     rounds(checked, [first], 3)  # over the first capacity while it runs
     checked.lm.runner.chunk = 100
-    rows = [first, *(checked.acquire(checked.text(length)) for length in (2 * FIRST_CAPACITY + 5, 3, RIDE))]
+    rows = [first, *(checked.acquire(checked.text(length)) for length in (2 * FIRST_CAPACITY + 5, 3, MAX_DEFERRED))]
     rounds(checked, rows, 2)
     checked.check()
     assert CHUNK > FIRST_CAPACITY

@@ -19,7 +19,7 @@ from outpace.models.compiled import packing
 from outpace.models.compiled.bf16_copies import linear
 from outpace.models.compiled.cpu import CpuRunner
 from outpace.models.compiled.cuda_graph import GraphRunner
-from outpace.models.compiled.layers import shortened
+from outpace.models.compiled.layers import with_int8_linears
 from outpace.models.compiled.run_ahead import PassAhead
 from outpace.models.compiled.runner import CompiledRunner
 from outpace.models.hf.eager import EagerRunner
@@ -238,5 +238,5 @@ def test_a_short_twin_guesses_nearly_the_same() -> None:
     target = shared("llama").lm
     head = store.fresh("medusa", target)
     texts = [Text(3, torch.randn(4, 32)) for _ in range(2)]
-    due, found = (h.logits(h.slots(texts, 3)) for h in (head, shortened(head)))
+    due, found = (h.logits(h.slots(texts, 3)) for h in (head, with_int8_linears(head)))
     assert due.shape == found.shape and 0 < (due - found).abs().max() < 0.05 * due.abs().max()

@@ -150,7 +150,7 @@ def test_costs_are_interpolated_and_never_fall() -> None:
     assert costs.seconds(1, 1, SHORT + 100) == pytest.approx(1.1) and costs.seconds(1, 1, 3) == 1.0
     by_token = replace(costs, each=0.002)
     assert by_token.seconds(5, 2, SHORT + 100) == pytest.approx(costs.seconds(5, 2) + 0.2 + 0.6)
-    assert Timing(by_token).prices(2, SHORT + 100)(3) == pytest.approx(by_token.seconds(5, 2, SHORT + 100))
+    assert Timing(by_token).pass_cost(2, SHORT + 100)(3) == pytest.approx(by_token.seconds(5, 2, SHORT + 100))
     assert Costs(((1, 2.0),)).seconds(50) == 2.0
 
 
@@ -318,7 +318,7 @@ def test_what_was_not_verified_is_judged_by_the_text() -> None:
     memory.judge(
         9, calibrator, None
     )  # the next pass: what stood under `right` was wrong, under `wrong` nothing is known
-    assert memory.bias("a").right == pytest.approx(0.97, abs=0.01) and memory.bias("a").judged > 1.9
+    assert memory.bias("a").accepted == pytest.approx(0.97, abs=0.01) and memory.bias("a").judged > 1.9
     assert memory.bias("b").judged == 1 and not memory.proposals
     assert kinds[below] == kinds[right]
 
@@ -484,7 +484,7 @@ def test_unverified_guesses_teach(clock: Time) -> None:
     steps, model = run(Script(new(12) * 12, dear, clock), 30, method=Copies(), policy="auto")
     assert kept_at(steps, 0, 2) == 0 and kept_at(steps, 50, 100) > 5
     policy = next(p for p in model._methods.values() if isinstance(p, Controller))
-    assert policy._calibrator.prob(kind("", None, 1)) > 0.7
+    assert policy._acceptance.prob(kind("", None, 1)) > 0.7
 
 
 def test_a_draft_that_is_never_right_is_asked_rarely(clock: Time) -> None:
@@ -654,7 +654,7 @@ def test_what_a_pass_that_begins_ahead_saves() -> None:
     for ahead, spent in ((False, 3.0), (True, 2.4)) * 9:
         meter.start(PassTimer(0, 0, 1, ahead), 1, 0)
         meter.read(PassReport({"score": spent}, 1, 1))
-    assert meter.prices(1, 0)(0) == pytest.approx(3.0) and meter.exposed(3.0, 1) == pytest.approx(0.6)
+    assert meter.pass_cost(1, 0)(0) == pytest.approx(3.0) and meter.exposed(3.0, 1) == pytest.approx(0.6)
 
 
 def test_guesses_that_are_worth_less_than_what_waiting_for_them_costs_are_left_out() -> None:
@@ -670,7 +670,7 @@ def test_guesses_that_are_worth_less_than_what_waiting_for_them_costs_are_left_o
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_requests_rest_together_and_longer_where_asking_keeps_passes_from_beginning_ahead(overlaps: bool) -> None:
     policy = Controller(costs=Costs(((1, 1.0), (64, 30.0))))
-    policy._meter.asking.add(0.01)
+    policy._timing.call_time.add(0.01)
     seqs = [sequence(policy=policy) for _ in range(4)]
     asked: list[list[int]] = [[] for _ in seqs]
     for now in range(200):
@@ -680,7 +680,7 @@ def test_requests_rest_together_and_longer_where_asking_keeps_passes_from_beginn
         budgets = policy.budgets(there, len(there))
         for seq, budget, passes in zip(there, budgets, asked, strict=False):
             passes += [now] * (budget.depth > 0)
-            assert policy.idle(seq) == (seq.state(policy, RequestState).rest.left > 0)
+            assert policy.idle(seq) == (seq.state(policy, RequestState).pause.left > 0)
         policy.select(there, [chain(0.001) if b.depth else Tree([2]) for b in budgets], budgets, len(there))
     late = [[now for now in passes if now >= 100] for passes in asked]
     assert all(found == late[0] for found in late)

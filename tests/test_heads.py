@@ -85,14 +85,14 @@ def test_best_first_is_the_best_of_all_trees(given: dict[str, Any]) -> None:
             if all(len(path) == 1 or path[:-1] in some for path in some):
                 best[len(some)] = max(best[len(some)], sum(worth[path] for path in some))
         for count in range(1, len(nodes) + 1):
-            tree = parallel_trees.grow(seq, logits, Budget(3, count, 2))
+            tree = parallel_trees.tree_from_logits(seq, logits, Budget(3, count, 2))
             assert len(tree) == count + 1
             assert sum(worth[path] for path in spelled(tree)) == pytest.approx(best[count])
 
 
 def test_a_budget_is_kept_and_nodes_say_how_sure_they_are() -> None:
     seq, logits = sequence(), distributions(4)
-    tree = parallel_trees.grow(seq, logits, Budget(2, 9, 3))
+    tree = parallel_trees.tree_from_logits(seq, logits, Budget(2, 9, 3))
     assert len(tree) == 10 and max(tree.depths) == 2
     assert max(len(tree.children(node)) for node in range(len(tree))) <= 3
     distribution = logits.softmax(-1)
@@ -102,12 +102,12 @@ def test_a_budget_is_kept_and_nodes_say_how_sure_they_are() -> None:
         assert signal.prob == pytest.approx(float(distribution[slot, tree.tokens[node]]))
         assert signal.entropy == pytest.approx(float(torch.special.entr(distribution[slot]).sum()))
         assert signal.top == pytest.approx(distribution[slot].topk(10).values.tolist())
-    assert parallel_trees.grow(seq, logits, Budget(4, 4, 1)).tokens[1:] == logits.argmax(-1).tolist()
+    assert parallel_trees.tree_from_logits(seq, logits, Budget(4, 4, 1)).tokens[1:] == logits.argmax(-1).tolist()
 
 
 def test_a_slot_that_knows_the_distribution_guesses_what_the_target_draws() -> None:
     seq, logits = sequence(**WARM, top_k=20), distributions(5)
-    chain, prefix = parallel_trees.grow(seq, logits, Budget(5, 5, 1)), list(TOKENS)
+    chain, prefix = parallel_trees.tree_from_logits(seq, logits, Budget(5, 5, 1)), list(TOKENS)
     for row, guess in zip(logits, chain.tokens[1:], strict=True):
         assert guess == seq.sampler.choose(row, prefix)
         prefix.append(guess)
@@ -116,11 +116,11 @@ def test_a_slot_that_knows_the_distribution_guesses_what_the_target_draws() -> N
 def test_with_processors_a_slot_depends_on_its_path() -> None:
     logits = torch.zeros(2, 64, dtype=torch.float64)
     logits[0, [7, 8]], logits[1, 9] = torch.tensor([6.0, 5.9], dtype=torch.float64), 9.0
-    assert {(7, 9), (8, 9)} <= spelled(parallel_trees.grow(sequence(), logits, Budget(2, 6, 2)))
-    found = spelled(parallel_trees.grow(sequence(bad_words=[[7, 9]]), logits, Budget(2, 6, 2)))
+    assert {(7, 9), (8, 9)} <= spelled(parallel_trees.tree_from_logits(sequence(), logits, Budget(2, 6, 2)))
+    found = spelled(parallel_trees.tree_from_logits(sequence(bad_words=[[7, 9]]), logits, Budget(2, 6, 2)))
     assert (7, 9) not in found and (8, 9) in found
     everything = [[token] for token in range(64)]
-    assert len(parallel_trees.grow(sequence(bad_words=everything), logits, Budget(2, 6, 2))) == 1
+    assert len(parallel_trees.tree_from_logits(sequence(bad_words=everything), logits, Budget(2, 6, 2))) == 1
 
 
 def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
@@ -128,7 +128,7 @@ def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
     seen = []
     for passes in range(20):
         seq.stats.passes = passes
-        tree = parallel_trees.grow(seq, logits, Budget(4, 24, 6), ranks=[(0,), (1,)])
+        tree = parallel_trees.tree_from_logits(seq, logits, Budget(4, 24, 6), ranks=[(0,), (1,)])
         assert tree.is_chain and len(tree) == 5
         for node in range(4):
             path = [tree.tokens[n] for n in tree.path(node)[1:]]
@@ -136,8 +136,10 @@ def test_without_shared_noise_a_chain_is_drawn_and_says_from_what() -> None:
         seen.append(tree.tokens)
     assert len(set(map(tuple, seen))) > 10
     unsure = sequence(**WARM, verifier="residual", policy="confidence:threshold=1.0,refit=false")
-    assert len(parallel_trees.grow(unsure, logits, Budget(4, 24, 6))) == 2  # stopped behind the draw, which stays
-    assert not parallel_trees.grow(sequence(verifier="residual"), logits, Budget(4, 9, 3)).proposals  # nothing is drawn
+    # Stopped behind the draw, which stays.
+    assert len(parallel_trees.tree_from_logits(unsure, logits, Budget(4, 24, 6))) == 2
+    # Nothing is drawn.
+    assert not parallel_trees.tree_from_logits(sequence(verifier="residual"), logits, Budget(4, 9, 3)).proposals
 
 
 @pytest.mark.parametrize("kind", ["medusa", "block"])
@@ -145,7 +147,7 @@ def test_the_distribution_is_kept_under_residual(kind: str) -> None:
     model = Model(ToyLM(vocab=12))
     plan = VerifyPlan(model, [[1, 2, 3]], max_tokens=5, sampling=Sampling(temperature=1.0), samples=300, contexts=1)
     check = sampled_distribution(plan, Subject(kind, {"method": kind, "head": "random", "verifier": "residual"}))
-    assert check.verdict == "pass", check.detail
+    assert check.verdict == "pass", check.summary
 
 
 # Static trees
@@ -156,11 +158,12 @@ def test_a_template_is_the_same_in_every_tree() -> None:
     ranks = parallel_trees.parse("0+1+0-0+0-2+1-0+0-0-1+0")
     assert ranks == [(0,), (1,), (0, 0), (0, 2), (1, 0), (0, 0, 1)]
     order = logits.argsort(-1, descending=True)
-    tree = parallel_trees.grow(seq, logits, Budget(3, 9, 3), ranks)
+    tree = parallel_trees.tree_from_logits(seq, logits, Budget(3, 9, 3), ranks)
     assert [tree.tokens[n] for n in range(1, len(tree))] == [int(order[len(path) - 1, path[-1]]) for path in ranks]
     assert spelled(tree) == {tuple(int(order[i, rank]) for i, rank in enumerate(path)) for path in ranks}
-    assert len(parallel_trees.grow(seq, logits, Budget(2, 9, 2), ranks)) == 5  # nothing deeper, no third child
-    assert len(parallel_trees.grow(seq, logits, Budget(3, 2, 3), ranks)) == 3
+    # Nothing deeper, no third child.
+    assert len(parallel_trees.tree_from_logits(seq, logits, Budget(2, 9, 2), ranks)) == 5
+    assert len(parallel_trees.tree_from_logits(seq, logits, Budget(3, 2, 3), ranks)) == 3
     drafter = registry.method("medusa", template="0+1+0-0+0-2")
     assert drafter.limit == Budget(2, 4, 3)
 
@@ -241,7 +244,7 @@ def test_a_head_comes_back_from_its_folder(kind: str, own_output: bool, tmp_path
     head = stirred(store.fresh(kind, lm, ids, own_output=own_output))
     store.save(head, tmp_path, lm)
     found = store.load(tmp_path, lm)
-    assert found.spec == head.spec and not any({"embed", "unembed"} & set(n.split(".")) for n in head.own())
+    assert found.spec == head.spec and not any({"embed", "unembed"} & set(n.split(".")) for n in head.own_tensors())
     tokens, hidden = torch.tensor([[5, 6, 7, 8]]), hidden_of([5, 6, 7, 8], head.spec.taps)
     with torch.no_grad():
         ours, theirs = (h.unroll(tokens, hidden, 2)[1].logits for h in (head, found))
@@ -264,7 +267,7 @@ class Heard:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.said: list[tuple[list[int], list[int], Tensor]] = []  # text, guesses after it, [vocab]
-        grow, add = parallel_trees.grow, model_drafter.ModelDrafter._grow
+        grow, add = parallel_trees.tree_from_logits, model_drafter.ModelDrafter._grow
 
         def grown(seq: Sequence, logits: Tensor, budget: Budget, ranks: Any = ()) -> Tree:
             self.said += [(list(seq.tokens), [None] * i, row.clone()) for i, row in enumerate(logits)]  # type: ignore[list-item]
@@ -275,7 +278,7 @@ class Heard:
             self.said.append((list(growing.seq.tokens), path, logits[-1].clone()))
             return add(this, growing, logits)
 
-        monkeypatch.setattr(head_drafter.parallel_trees, "grow", grown)
+        monkeypatch.setattr(head_drafter.parallel_trees, "tree_from_logits", grown)
         monkeypatch.setattr(model_drafter.ModelDrafter, "_grow", added)
 
 
@@ -310,7 +313,7 @@ def test_a_context_that_was_kept_is_one_that_was_read_anew() -> None:
                 text.token, text.hidden = new.token, new.hidden
             together, anew = head.slots(kept, 9), torch.cat([head.slots([text], 9) for text in fresh])
             torch.testing.assert_close(together, anew)
-            assert [text.kept["context"].length for text in kept] == list(lengths)
+            assert [text.cached["context"].length for text in kept] == list(lengths)
 
 
 def test_blocks_start_at_columns_that_are_drawn() -> None:
@@ -344,7 +347,7 @@ def test_all_of_a_head_learns_and_nothing_of_the_target(kind: str) -> None:
     guessed = head.unroll(torch.tensor([text]), hidden_of(text, head.spec.taps), head.spec.steps)
     torch.stack([g.logits.square().mean() for g in guessed]).sum().backward()
     learning = {name for name, weight in head.named_parameters() if weight.grad is not None and weight.grad.any()}
-    assert learning == set(head.own())
+    assert learning == set(head.own_tensors())
 
 
 @pytest.mark.parametrize("shape", [{"width": 3, "depth": 4, "nodes": 11}, {"width": 1, "depth": 3, "nodes": 3}])

@@ -180,7 +180,7 @@ def test_copies_in_half_the_bytes_are_known_to_be_stale() -> None:
         for weight in layer.parameters():
             weight.copy_(weight.to(torch.bfloat16))
     short, halves = nn.Sequential(*layer), Bf16Copies()
-    halves.shorten(short)
+    halves.replace_linears(short)
     assert halves.bytes and not halves.stale(layer)
     with torch.no_grad():
         layer[1].weight.mul_(1.01)

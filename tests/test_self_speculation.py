@@ -197,12 +197,12 @@ def test_a_job_is_put_in_the_order_of_what_was_begun():
     assert job.tree.tokens == [1, 3, 4, 5, 2] and job.tree.parents == [-1, 0, 1, 0, 3]
     assert job.resumed.nodes == [0, 2, 3] and job.resumed.order == [0, 3, 1, 4, 2]
     assert job.resumed.states.flatten().tolist() == [0.0, 1.0, 3.0, 4.0]
-    fresh = job.fresh()
-    assert fresh is not None and (fresh.start, fresh.since, fresh.tokens) == (11, 3, [5, 2])
+    rest = job.remainder()
+    assert rest is not None and (rest.start, rest.since, rest.tokens) == (11, 3, [5, 2])
     other = Segment(0, 10, [9], Tree([8])).resume(begun)  # another root: only what was pending is known
     assert other.resumed is not None and other.resumed.nodes == [] and len(other.resumed.states) == 1
     whole = Segment(0, 10, [9], begun.tree).resume(begun)
-    assert whole.fresh() is None
+    assert whole.remainder() is None
 
 
 # Slices
@@ -212,7 +212,7 @@ def test_a_job_is_put_in_the_order_of_what_was_begun():
 def test_models_with_a_cache_of_their_own_leave_layers_out(name: str):
     lm = adapt(tiny(name))
     assert isinstance(lm, SnapshotLM) and lm.layers.count == 3 and lm.layers.early_exit(1) is None
-    with pytest.raises(UsageError, match="the first among them"):
+    with pytest.raises(UsageError, match="must include layer 0"):
         lm.layers.slice([1, 2])
     assert_same(*(part.reference().native(PROMPTS[1], 4) for part in (lm.layers.slice([0, 1, 2]), lm)))
     part = lm.layers.slice([0, 2])

@@ -160,7 +160,7 @@ def test_suffix_continues_itself_as_far_as_it_matched() -> None:
 @given(st.lists(letters, min_size=2, max_size=24), st.integers(1, 3), st.integers(1, 5), st.integers(1, 10))
 @settings(steady, max_examples=200)
 def test_suffix_guesses_what_followed_most_often(text: list[int], width: int, depth: int, nodes: int) -> None:
-    drafter, budget = Suffix(min_chance=0.0, per_match=100.0), Budget(depth, nodes, width)
+    drafter, budget = Suffix(min_prob=0.0, per_match=100.0), Budget(depth, nodes, width)
     tree = drafter.propose(sequence(text, drafter), budget)
     assert tree.trim(budget) is tree  # it keeps its budget
     ends = [text[len(text) - n :] for n in range(len(text))]
@@ -195,9 +195,9 @@ def test_suffix_guesses_what_followed_most_often(text: list[int], width: int, de
 
 def test_suffix_drops_unlikely_paths() -> None:
     text = [0, 1, 0, 1, 0, 1, 0, 2, 0]
-    tree = Suffix(width=2, min_chance=0.3).propose(sequence(text, Suffix()), Budget(1, 8, 2))
+    tree = Suffix(width=2, min_prob=0.3).propose(sequence(text, Suffix()), Budget(1, 8, 2))
     assert tree.tokens == [0, 1]
-    tree = Suffix(width=2, min_chance=0.2).propose(sequence(text, Suffix()), Budget(1, 8, 2))
+    tree = Suffix(width=2, min_prob=0.2).propose(sequence(text, Suffix()), Budget(1, 8, 2))
     assert tree.tokens == [0, 1, 2] and [tree.signals[n].prob for n in (1, 2)] == [0.75, 0.25]
 
 

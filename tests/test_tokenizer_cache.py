@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 import outpace
 from outpace.api.model import Model
-from outpace.models.gguf.tokenizer_cache import KeptTokenizer, render
+from outpace.models.gguf.tokenizer_cache import CachedTokenizer, render
 from tests.conftest import SMOLLM2
 from tests.test_gguf import PROBES
 
@@ -47,8 +47,8 @@ def folder(whole: Any, tmp_path: Path) -> Path:
 
 
 def test_it_splits_and_spells_alike(whole: Any, folder: Path) -> None:
-    kept = KeptTokenizer(folder)
-    assert KeptTokenizer.fits(folder) and len(kept) == len(whole) and kept.eos_token_id == whole.eos_token_id
+    kept = CachedTokenizer(folder)
+    assert CachedTokenizer.fits(folder) and len(kept) == len(whole) and kept.eos_token_id == whole.eos_token_id
     assert kept.get_vocab() == whole.get_vocab() and kept.special_tokens_map.items() <= whole.special_tokens_map.items()
     for text in (*PROBES, "", "<|im_start|>user\n12<|im_end|>"):
         ids = kept.encode(text)
@@ -61,7 +61,7 @@ def test_it_splits_and_spells_alike(whole: Any, folder: Path) -> None:
 @pytest.mark.parametrize("prompted", [False, True])
 def test_it_spells_chats_alike(name: str, prompted: bool, whole: Any, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])
-    kept, theirs = KeptTokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    kept, theirs = CachedTokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     for chat in CHATS:
         given = {"add_generation_prompt": prompted}
         assert kept.apply_chat_template(chat, tokenize=False, **given) == theirs.apply_chat_template(
@@ -74,7 +74,7 @@ def test_it_spells_chats_alike(name: str, prompted: bool, whole: Any, folder: Pa
 def test_what_a_template_refuses_is_said_as_transformers_says_it(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(Exception, match="roles must alternate"):
-        KeptTokenizer(folder).apply_chat_template(CHATS[0])
+        CachedTokenizer(folder).apply_chat_template(CHATS[0])
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_templates_stay_in_their_sandbox(attack: str) -> None:
 
 
 def test_the_rest_is_asked_of_the_whole_tokenizer(whole: Any, folder: Path) -> None:
-    kept = KeptTokenizer(folder)
+    kept = CachedTokenizer(folder)
     assert kept.all_special_ids == whole.all_special_ids
     assert kept.convert_ids_to_tokens([5]) == whole.convert_ids_to_tokens([5])
     with pytest.raises(AttributeError):
@@ -102,7 +102,7 @@ def test_the_rest_is_asked_of_the_whole_tokenizer(whole: Any, folder: Path) -> N
 
 def test_a_grammar_takes_it(smollm2_gguf: Model) -> None:
     again = outpace.load(f"{SMOLLM2}.gguf")
-    assert isinstance(again.tokenizer, KeptTokenizer)
+    assert isinstance(again.tokenizer, CachedTokenizer)
     assert again.generate("A number:", regex="[0-9]{3}", max_tokens=8).text.strip().isdigit()
 
 

@@ -173,11 +173,11 @@ def test_a_head_that_knows_the_target_loses_nothing(
     records = [recorded(text) for text in said]
     recipe = heads.HeadRecipe(run_settings("mtp", folder, ahead=3, draft_vocab=draft_vocab), toy, records)
     batch = batch_of(texts)
-    logits = recipe.target.tell(batch.tokens).logits
+    logits = recipe.target.forward(batch.tokens).logits
     ids = torch.arange(VOCAB) if recipe.head.ids is None else recipe.head.ids
     anchors = torch.tensor([[2, 5, 7, 13, 20, 22]]).expand(3, -1)  # columns, as a head of blocks has them
 
-    def knowing(tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor) -> list[ChainStepOutput]:
+    def knowing(tokens: Tensor, hidden: Tensor, steps: int, starts: Tensor) -> list[ChainStepOutput]:
         assert hidden.shape == (3, len(texts[0]), 32)
         ats = [anchors + 1 + step for step in range(steps)]
         rows = torch.arange(3)[:, None]
@@ -226,7 +226,7 @@ def test_a_head_that_gets_layers_and_tokens_guesses_as_before(kind: str, tiny: M
     recipe = heads.HeadRecipe(given, tiny, [])
     assert recipe.head.spec.layers == 3 and recipe.head.ids is None and recipe.head.spec.draft_vocab == 0
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
-    hidden = Target(tiny.lm).tell(tokens, small.spec.taps).hidden
+    hidden = Target(tiny.lm).forward(tokens, small.spec.taps).hidden
     assert hidden is not None and small.ids is not None
     for old, new in zip(small.unroll(tokens, hidden, 2), recipe.head.unroll(tokens, hidden, 2), strict=True):
         torch.testing.assert_close(new.logits[..., small.ids], old.logits, atol=1e-2, rtol=1e-2)  # saved in float16
@@ -252,7 +252,7 @@ def test_a_head_that_gets_links_and_states_guesses_as_before(
         "taps", list(small.spec.taps)
     )
     target = Target(tiny.lm)
-    before, now = (h.unroll(tokens, target.tell(tokens, h.spec.taps).hidden, 2) for h in (small, head))
+    before, now = (h.unroll(tokens, target.forward(tokens, h.spec.taps).hidden, 2) for h in (small, head))
     for old, new in zip(before, now, strict=True):
         torch.testing.assert_close(new.logits, old.logits, atol=1e-2, rtol=1e-2)  # saved in float16
     recipe.loss(batch_of([[1, 2, 3, 4, 5, 6]]), 0, 1).loss.backward()
@@ -266,27 +266,28 @@ def test_a_head_that_gets_links_and_states_guesses_as_before(
 
 def test_what_a_head_that_is_there_becomes(tiny: Model) -> None:
     deep = store.fresh("mtp", tiny.lm, layers=2)
-    shallow = store.grown(deep, tiny.lm, None, layers=1)
-    assert shallow.spec.layers == 1 and set(shallow.own()) < set(deep.own())
+    shallow = store.extended(deep, tiny.lm, None, layers=1)
+    assert shallow.spec.layers == 1 and set(shallow.own_tensors()) < set(deep.own_tensors())
     assert torch.equal(
-        shallow.own()["model.layers.0.mlp.up_proj.weight"], deep.own()["model.layers.0.mlp.up_proj.weight"]
+        shallow.own_tensors()["model.layers.0.mlp.up_proj.weight"],
+        deep.own_tensors()["model.layers.0.mlp.up_proj.weight"],
     )
     with pytest.raises(UsageError, match="no layers to add"):
-        store.grown(store.fresh("medusa", tiny.lm), tiny.lm, None, layers=2)
+        store.extended(store.fresh("medusa", tiny.lm), tiny.lm, None, layers=2)
     with pytest.raises(UsageError, match=r"trained without taps=\[0, 1\] and cannot continue with it: fc.weight"):
-        store.grown(store.fresh("block", tiny.lm), tiny.lm, None, taps=[0, 1])
+        store.extended(store.fresh("block", tiny.lm), tiny.lm, None, taps=[0, 1])
     for taps in ([99], [], 3, ["a"]):
-        with pytest.raises(UsageError, match="a list of hidden states, from 0 to"):
+        with pytest.raises(UsageError, match="a list of hidden states from 0 to"):
             store.fresh("mtp", tiny.lm, taps=taps)
     for given in ({"linked": "x"}, {"linked": -5}, {"steps": 0}, {"layers": True}):
         with pytest.raises(UsageError, match="of a head must be an integer of at least"):
             store.fresh("medusa", tiny.lm, **given)
     with pytest.raises(UsageError, match="output matrix of its own"):
-        store.grown(store.fresh("mtp", tiny.lm, own_output=True), tiny.lm, torch.arange(4))
+        store.extended(store.fresh("mtp", tiny.lm, own_output=True), tiny.lm, torch.arange(4))
     own = store.fresh("mtp", tiny.lm, torch.arange(4), own_output=True)
     with pytest.raises(UsageError, match="output matrix of its own"):  # as many tokens, but others
-        store.grown(own, tiny.lm, torch.arange(4, 8))
-    assert store.grown(own, tiny.lm, torch.arange(4), layers=2).spec.layers == 2
+        store.extended(own, tiny.lm, torch.arange(4, 8))
+    assert store.extended(own, tiny.lm, torch.arange(4), layers=2).spec.layers == 2
 
 
 @pytest.mark.parametrize(
@@ -302,13 +303,13 @@ def test_what_a_head_that_is_there_becomes(tiny: Model) -> None:
 def test_where_bfloat16_is_computed_in(device: str, dtype: torch.dtype, asked: bool | None, wanted: bool) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    with heads.computing(torch.device(device), dtype, asked):
+    with heads.autocast(torch.device(device), dtype, asked):
         assert torch.is_autocast_enabled(device) == wanted
 
 
 def test_a_target_in_16_bits_is_not_computed_with_in_32() -> None:
     with pytest.raises(UsageError, match="leave bf16 on"):
-        heads.computing(torch.device("cpu"), torch.bfloat16, False)
+        heads.autocast(torch.device("cpu"), torch.bfloat16, False)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -516,10 +517,10 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_process_without_a_row_computes_for_nothing(said: list[list[int]]) -> None:
     batch = batch_of([said[0], said[1][:9], said[2]])
-    parts = [Distributed(rank, 4).part(batch) for rank in range(4)]
+    parts = [Distributed(rank, 4).share(batch) for rank in range(4)]
     assert [len(part.tokens) for part, _ in parts] == [1, 1, 1, 1]
     assert [count for _, count in parts] == [20, 5, 20, 0]
-    assert Distributed(1, 2).part(batch)[0].tokens.tolist() == batch.tokens[1:2].tolist()
+    assert Distributed(1, 2).share(batch)[0].tokens.tolist() == batch.tokens[1:2].tolist()
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:

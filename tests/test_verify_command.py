@@ -34,7 +34,7 @@ from outpace.verify.expected import expected_distribution
 from outpace.verify.lossy import is_right, kl_divergence
 from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check
-from outpace.verify.suite import PlannedCheck, answered, questions, subjects_of
+from outpace.verify.suite import PlannedCheck, planned_checks, run_checks, subjects_of
 from tests import tiny_models
 from tests.conftest import LOSSLESS, settings_of
 
@@ -50,7 +50,7 @@ def llama() -> Model:
 
 def asked(model: Model, subjects: list[Subject], **plan: Any) -> list[PlannedCheck]:
     given = {"max_tokens": 20, "sampling": WARM, "samples": 150, "contexts": 1, **plan}
-    return questions(VerifyPlan(model, PROMPTS, **given), subjects, transformers=True)
+    return planned_checks(VerifyPlan(model, PROMPTS, **given), subjects, transformers=True)
 
 
 def check(model: Model, subject: Subject, **plan: Any) -> dict[str, Check]:
@@ -59,7 +59,7 @@ def check(model: Model, subject: Subject, **plan: Any) -> dict[str, Check]:
 
 
 def named(questions: list[PlannedCheck]) -> dict[str, Check]:
-    return {f"{c.subject}: {c.name}": c for c in answered(questions)}
+    return {f"{c.subject}: {c.name}": c for c in run_checks(questions)}
 
 
 def failures(found: dict[str, Check]) -> set[str]:

@@ -16,11 +16,11 @@ from outpace.sampling.settings import Sampling
 from outpace.verify.records import Check
 from outpace.verify.servers.answers import ServerPlan
 from outpace.verify.servers.client import Server
-from outpace.verify.servers.compare import END, between, drift_of, parting
+from outpace.verify.servers.compare import END, drift_of, first_difference_of, first_divergence
 from outpace.verify.servers.distribution import PairedCounts, homogeneity
 from outpace.verify.servers.reply import Reply, Token, parse
-from outpace.verify.servers.suite import server_questions
-from outpace.verify.suite import answered
+from outpace.verify.servers.suite import server_checks
+from outpace.verify.suite import run_checks
 from tests.fake_server import KEY, Fake, toy
 
 PROMPTS = ["def add(a, b):", "Once upon a time", "1 2 3 4"]
@@ -45,8 +45,8 @@ def ask(stack: ExitStack, way: str, *bugs: str, only: str | None = None, crowd_a
         "two servers": lambda: Server(stack.enter_context(Fake(*shape)).url),
         "switch": lambda: Server(on.url, extra=OFF),
     }.get(way, lambda: None)()
-    questions = server_questions(on, off, toy() if way == "reference" else None, PLAN)
-    return {check.name: check for check in answered([q for q in questions if only in (None, q.name)])}
+    questions = server_checks(on, off, toy() if way == "reference" else None, PLAN)
+    return {check.name: check for check in run_checks([q for q in questions if only in (None, q.name)])}
 
 
 @pytest.mark.parametrize("way", [*WAYS, "alone"])
@@ -111,8 +111,8 @@ def test_a_switch_that_does_nothing_is_noticed_where_the_server_says_what_it_acc
 
 def test_a_server_that_does_not_repeat_itself_is_not_held_to_more(stack: ExitStack) -> None:
     on = Server(stack.enter_context(Fake("random")).url)
-    questions = [q for q in server_questions(on, on, None, PLAN) if q.name != "sampled distribution"]
-    checks = {check.name: check for check in answered(questions)}
+    questions = [q for q in server_checks(on, on, None, PLAN) if q.name != "sampled distribution"]
+    checks = {check.name: check for check in run_checks(questions)}
     assert checks["repeatable"].failed and "not deterministic" in checks["repeatable"].summary
     assert checks["greedy = off"].verdict == "skip" and checks["concurrent = alone"].verdict == "skip"
     assert checks["settings: stop"].verdict == "skip"
@@ -120,7 +120,7 @@ def test_a_server_that_does_not_repeat_itself_is_not_held_to_more(stack: ExitSta
 
 def test_a_seed_that_is_never_kept_is_not_speculations_doing(stack: ExitStack) -> None:
     on = Server(stack.enter_context(Fake("seed")).url)
-    check = next(answered([q for q in server_questions(on, on, None, PLAN) if q.name == "same seed"]))
+    check = next(run_checks([q for q in server_checks(on, on, None, PLAN) if q.name == "same seed"]))
     assert check.verdict == "skip" and check.figures["kept"] == 0
 
 
@@ -157,7 +157,7 @@ def test_the_chat_endpoint_serves_where_there_is_no_other(stack: ExitStack) -> N
 
 def test_what_is_refused_is_left_out_or_reported(stack: ExitStack) -> None:
     fake = stack.enter_context(Fake("refuses return_token_ids", "refuses logit_bias", "refuses top_k"))
-    checks = {c.name: c for c in answered(server_questions(Server(fake.url), None, None, PLAN))}
+    checks = {c.name: c for c in run_checks(server_checks(Server(fake.url), None, None, PLAN))}
     assert not any(check.failed for check in checks.values())
     for name in ("logit_bias", "top_k"):
         check = checks[f"settings: {name}"]
@@ -179,7 +179,7 @@ def test_errors_name_their_cause(stack: ExitStack, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     server = Server(stack.enter_context(Fake(bug)).url, timeout=0.2 if bug == "slow" else 30)
     with pytest.raises(OutpaceError, match=message):
-        next(answered(server_questions(server, None, None, PLAN)))
+        next(run_checks(server_checks(server, None, None, PLAN)))
 
 
 def test_wrong_urls_are_said_to_be_wrong(stack: ExitStack) -> None:
@@ -225,16 +225,16 @@ def test_a_near_tie_is_explained_by_the_drift_that_the_server_shows() -> None:
     got = reply(("a", {"a": -0.11, "b": -2.3}), ("y", {"x": -0.72, "y": -0.70}))
     drift = drift_of([(wanted, got)])
     assert drift == pytest.approx(0.1)
-    found = between((wanted, got), 0, drift)
+    found = first_divergence((wanted, got), 0, drift)
     assert found is not None and found.explained and found.position == 1 and found.gap == pytest.approx(0.02)
     far = reply(("a", {"a": -0.11}), ("z", {"x": -0.70, "z": -3.0}))
-    found = between((wanted, far), 0, drift)
+    found = first_divergence((wanted, far), 0, drift)
     assert found is not None and not found.explained and found.gap == pytest.approx(2.3)
 
 
 def test_a_large_drift_is_a_bug_and_explains_little() -> None:
     wanted, got = reply(("x", {"x": -0.1, "y": -2.0})), reply(("y", {"y": -0.1, "x": -2.0}))
-    found = between((wanted, got), 0, drift=5.0)
+    found = first_divergence((wanted, got), 0, drift=5.0)
     assert found is not None and not found.explained
 
 
@@ -243,16 +243,16 @@ def test_an_early_end_is_a_tie_only_where_the_next_token_was_uncertain() -> None
     sure = reply(("a", {"a": -0.1}), ("b", {"b": -0.01, "<eos>": -5.0}))
     unsure = reply(("a", {"a": -0.1}), ("b", {"b": -0.70, "<eos>": -0.71}))
     for longer, explained in ((sure, False), (unsure, True)):
-        found = between((longer, short), 0, drift=0.01)
+        found = first_divergence((longer, short), 0, drift=0.01)
         assert found is not None and found.texts[1] == END and found.explained == explained
     cut = reply(("a", {"a": -0.1}))
-    found = between((unsure, cut), 0, drift=0.01)
+    found = first_divergence((unsure, cut), 0, drift=0.01)
     assert found is not None and not found.explained
 
 
 def test_answers_are_compared_by_characters_where_no_tokens_are_shown() -> None:
     first, second = (Reply(text, None, None, None, "stop", None, False) for text in ("the cat", "the dog"))
-    found = parting(first, second)
+    found = first_difference_of(first, second)
     assert found is not None and found.at == 4 and not found.by_tokens and found.texts == ("cat", "dog")
 
 

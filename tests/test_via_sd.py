@@ -28,7 +28,7 @@ from outpace.models.segment import Segment, SegmentOutput
 from outpace.testing import VOCAB, ToyLM
 from outpace.tracing.trace import read, reason
 from outpace.verify.plan import Subject, VerifyPlan
-from outpace.verify.suite import answered, questions
+from outpace.verify.suite import planned_checks, run_checks
 from tests.tiny_models import build
 
 runner = CliRunner()
@@ -233,7 +233,7 @@ def test_its_price_is_stated_and_its_exact_form_is_proven(toy: Model, toy_draft:
     plan = VerifyPlan(toy, [[1, 2, 3], [4, 5, 6, 4, 5]], max_tokens=12, samples=60, contexts=1, batches=(2,))
     lossy, exact = (Subject(name, {"method": "via_sd", "draft": toy_draft, **given})
                     for name, given in (("lossy", {}), ("exact", {"exact": True})))  # fmt: skip
-    found = {f"{check.subject}: {check.name}": check for check in answered(questions(plan, [lossy, exact]))}
+    found = {f"{check.subject}: {check.name}": check for check in run_checks(planned_checks(plan, [lossy, exact]))}
     paid = found["lossy: price"]
     assert paid.verdict == "price" and paid.figures["kl"] > 0.01
     assert found["exact: same seed = plain"].verdict == "pass" and not any(c.failed for c in found.values())
@@ -251,7 +251,9 @@ def test_a_model_that_cannot_be_cut_is_refused(toy_draft: LM) -> None:
     with pytest.raises(UnsupportedModel, match="cannot run a subset of its layers"):
         whole.generate([1, 2, 3], method="via_sd", max_tokens=3)
     checks = list(
-        answered(questions(VerifyPlan(whole, [[1, 2]], max_tokens=3), [Subject("via_sd", {"method": "via_sd"})])[-1:])
+        run_checks(
+            planned_checks(VerifyPlan(whole, [[1, 2]], max_tokens=3), [Subject("via_sd", {"method": "via_sd"})])[-1:]
+        )
     )
     assert checks[0].verdict == "skip" and "a subset of its layers" in checks[0].summary
     drafter = registry.method("via_sd")

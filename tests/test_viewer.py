@@ -368,7 +368,7 @@ def test_hostile_text_is_text(tab: Any, tmp_path: Path) -> None:
 def test_empty_traces_open(tab: Any, tmp_path: Path) -> None:
     lines = Lines({0: "a"})
     opened(tab, lines.write(tmp_path / "trace.jsonl"))
-    assert tab.inner_text("#pass-name") == "No pass" and BROKEN_END in tab.inner_text("#asked")
+    assert tab.inner_text("#pass-name") == "No pass" and BROKEN_END in tab.inner_text("#settings")
     lines.lines.pop()
     opened(tab, lines.write(tmp_path / "trace.jsonl"))
     assert tab.locator("#none").is_visible() and not tab.locator("#shown").is_visible()

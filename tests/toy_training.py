@@ -71,7 +71,7 @@ def shared_run(folder: Path, world: Distributed) -> Loop:
     path = folder / "texts.jsonl"
     if world.first:
         write(path, [[draw.randrange(VOCAB) for _ in range(16)] for _ in range(32)])
-    world.told(None)  # the others wait until the file is there
+    world.broadcast(None)  # the others wait until the file is there
     loop = prepare(run_settings("mtp", folder / f"of{world.size}", batch=128, accumulate=2), model, world)
     for _ in loop.run():
         pass

@@ -72,7 +72,7 @@ class Advice:
     def to_dict(self) -> dict[str, Any]:
         table = self.costs.table()
         return {
-            "predictions": [asdict(p) | {"name": p.candidate.name} for p in self.predictions],
+            "predictions": [_fields(p) for p in self.predictions],
             "outcomes": [
                 {"name": o.prediction.candidate.name, "predicted": asdict(o.prediction.speedup),
                  "measured": asdict(o.measured), "error": o.error}
@@ -82,6 +82,12 @@ class Advice:
             "recorded": self.recorded,
             "held_out": self.held_out,
         }  # fmt: skip
+
+
+def _fields(prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction under the names of the report's fields."""
+    found = asdict(prediction)
+    return {"name": prediction.candidate.name, **found, "rows_per_pass": found.pop("nodes_per_pass")}
 
 
 def advise(question: AdviceQuestion, candidates: Seq[MethodChoice], count: int, rounds: int, step: Step) -> Advice:
@@ -105,10 +111,10 @@ def _costs(
     question: AdviceQuestion, recordings: Seq[Recording], candidates: Seq[MethodChoice], step: Step
 ) -> MeasuredPasses:
     middle = statistics.median(len(r.prompt) + len(r.answer) // 2 for r in recordings)
-    most = max(drafter_of(question.model, candidate, question.drafts).limit.nodes for candidate in candidates) + 1
-    context = min(int(middle), question.model.lm.max_length - most - costing.PASSES - 4)
-    done = step("timing passes of the target", costing.steps(most, question.model.lm.trees))
-    return costing.measure(question.model, max(2, context), most, done)
+    largest = max(drafter_of(question.model, candidate, question.drafts).limit.nodes for candidate in candidates) + 1
+    context = min(int(middle), question.model.lm.max_length - largest - costing.PASSES - 4)
+    done = step("timing passes of the target", costing.steps(largest, question.model.lm.trees))
+    return costing.measure(question.model, max(2, context), largest, done)
 
 
 def _measure(question: AdviceQuestion, chosen: Seq[Prediction], rounds: int, step: Step) -> list[Outcome]:

@@ -26,18 +26,18 @@ PASSES = 4  # of each size in a round
 
 @dataclass(eq=False)
 class Dummy(Drafter):
-    """Drafts `rows - 1` unlikely tokens, as a chain or as a tree with two branches per level."""
+    """Drafts `size - 1` unlikely tokens, as a chain or as a tree with two branches per level."""
 
-    rows: int = 1
+    size: int = 1
     tree: bool = False
 
     @property
     def limit(self) -> Budget:  # type: ignore[override]
-        return Budget(self.rows, self.rows - 1, 2)
+        return Budget(self.size, self.size - 1, 2)
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:
         tree, token = Tree([seq.tokens[-1]]), len(seq.tokens)
-        for node in range(self.rows - 1):
+        for node in range(self.size - 1):
             parent = max(ROOT, node - 1) if self.tree else node
             tree.add(parent, (token + 31 * node) % seq.vocab)
         return tree
@@ -70,14 +70,14 @@ class CostTable:
     tree: dict[int, float]
     prompt: float
 
-    def seconds(self, rows: int, is_chain: bool) -> float:
+    def seconds(self, size: int, is_chain: bool) -> float:
         known = self.chain if is_chain else self.tree
-        return float(np.interp(rows, list(known), list(known.values())))
+        return float(np.interp(size, list(known), list(known.values())))
 
 
-def measure(model: Model, context: int, most: int, done: Callable[[], object]) -> MeasuredPasses:
-    """Time passes of up to `most` tokens after `context` tokens; `done` is called after each of `steps(most)` steps."""
-    sizes = sizes_up_to(most)
+def measure(model: Model, context: int, largest: int, done: Callable[[], object]) -> MeasuredPasses:
+    """Time passes of up to `largest` tokens after `context` tokens; `done` is called after each of `steps` steps."""
+    sizes = sizes_up_to(largest)
     found: dict[tuple[int, bool], list[float]] = {(size, tree): [] for size in sizes for tree in (False, True)}
     prompts: list[float] = []
     for turn in range(ROUNDS + 1):  # the first round is the warm-up
@@ -93,14 +93,14 @@ def measure(model: Model, context: int, most: int, done: Callable[[], object]) -
     return MeasuredPasses(chain, {size: found[size, True] or chain[size] for size in sizes}, prompts)
 
 
-def sizes_up_to(most: int) -> list[int]:
-    below = [size for size in SIZES if size < most]
-    return [*below, most] if most > 1 else [1]
+def sizes_up_to(largest: int) -> list[int]:
+    below = [size for size in SIZES if size < largest]
+    return [*below, largest] if largest > 1 else [1]
 
 
-def steps(most: int, trees: bool) -> int:
+def steps(largest: int, trees: bool) -> int:
     """Return how often `measure` calls `done`."""
-    sizes = sizes_up_to(most)
+    sizes = sizes_up_to(largest)
     return (ROUNDS + 1) * (len(sizes) + (sum(size > 2 for size in sizes) if trees else 0))
 
 

@@ -45,7 +45,7 @@ class MethodChoice:
 class PassShape(NamedTuple):
     """The properties of a pass that determine its time."""
 
-    rows: int  # tokens in the pass
+    size: int  # tokens in the pass
     is_chain: bool
 
 
@@ -74,7 +74,7 @@ class Prediction:
     speedup: Interval
     tokens_per_pass: float
     draft_share: float
-    rows_per_pass: float
+    nodes_per_pass: float
     acceptance_by_depth: list[float] = field(default_factory=list)
 
 
@@ -155,7 +155,7 @@ def predict(found: ReplayResult, recordings: Seq[Recording], costs: MeasuredPass
         Interval(float(plain / method), float(low), float(high)),
         found.stats.tokens_per_pass,
         sum(work.draft for work in found.work) / float(method),
-        sum(shape.rows * count for shape, count in passes.items()) / max(1, passes.total()),
+        sum(shape.size * count for shape, count in passes.items()) / max(1, passes.total()),
         found.stats.acceptance_by_depth,
     )
 
@@ -176,4 +176,4 @@ def best(predictions: Seq[Prediction], count: int) -> list[Prediction]:
     ordered = sorted(predictions, key=lambda p: -p.speedup.value)
     first = {(p.candidate.method, p.candidate.draft): p for p in reversed(ordered)}
     chosen = sorted(first.values(), key=lambda p: -p.speedup.value)
-    return [p for p in chosen if p.rows_per_pass > 1][:count]
+    return [p for p in chosen if p.nodes_per_pass > 1][:count]

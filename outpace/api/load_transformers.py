@@ -19,13 +19,13 @@ def load(name: str, options: LoadOptions) -> Model:
 
     device = options.device if options.device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    source = demo_weights.fetch(name) if name in demo_weights.SHELF else name
+    source = demo_weights.fetch(name) if name in demo_weights.DEMO_MODELS else name
     dtype = _dtype(options.dtype, device)
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        known = ", ".join(demo_weights.SHELF)
+        known = ", ".join(demo_weights.DEMO_MODELS)
         raise OutpaceError(
             f"cannot load {name!r}: it is not a demo model ({known}), and as a folder or hub id it fails: {error}"
         ) from error

@@ -62,29 +62,29 @@ class Chunk:
     completion: Completion | None = None  # with the last chunk of a request
 
 
-class EndOfMail:
+class EndOfStream:
     """Marks the end of a mailbox: nothing comes after it."""
 
 
-Mail = Chunk | Exception | EndOfMail
+Message = Chunk | Exception | EndOfStream
 
 
 class Mailbox:
     """Passes chunks from the engine's thread to a reader, which waits in a thread or in an event loop."""
 
     def __init__(self) -> None:
-        self._mail: SimpleQueue[Mail] = SimpleQueue()
+        self._mail: SimpleQueue[Message] = SimpleQueue()
         self._wake: Callable[[], object] | None = None
 
-    def put(self, mail: Mail) -> None:
-        self._mail.put(mail)
+    def put(self, message: Message) -> None:
+        self._mail.put(message)
         if self._wake is not None:
             self._wake()
 
-    def get(self) -> Mail:
+    def get(self) -> Message:
         return self._mail.get()
 
-    async def wait(self) -> Mail:
+    async def wait(self) -> Message:
         arrived, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def wake() -> None:
@@ -172,18 +172,18 @@ class Stream(Iterator[Chunk]):
             raise StopAsyncIteration
         return chunk
 
-    def _take(self, mail: Mail) -> Chunk | None:
-        if isinstance(mail, EndOfMail):
-            self._mailbox.put(mail)  # for other reading threads
+    def _take(self, message: Message) -> Chunk | None:
+        if isinstance(message, EndOfStream):
+            self._mailbox.put(message)  # for other reading threads
             return None
-        if isinstance(mail, Exception):
+        if isinstance(message, Exception):
             self.cancel()
-            raise mail
-        count, text = self._read[mail.index]
-        self._read[mail.index] = count + len(mail.tokens), text + mail.text
-        if mail.completion is not None:
-            self._ended[mail.index] = mail.completion
-        return mail
+            raise message
+        count, text = self._read[message.index]
+        self._read[message.index] = count + len(message.tokens), text + message.text
+        if message.completion is not None:
+            self._ended[message.index] = message.completion
+        return message
 
     @property
     def _over(self) -> bool:
@@ -194,7 +194,7 @@ class Stream(Iterator[Chunk]):
         if not self._over:
             self._closed = True
             self._model.cancel(self._seqs)
-            self._mailbox.put(EndOfMail())
+            self._mailbox.put(EndOfStream())
 
     def close(self) -> None:
         """Cancel what still runs, and wait until its cache slots are free."""

@@ -201,7 +201,7 @@ def transformers_model(model: Model) -> Any:
     return found
 
 
-def theirs(model: Model, draft: Model | None, batched: bool) -> list[TransformersContestant]:
+def transformers_contestants(model: Model, draft: Model | None, batched: bool) -> list[TransformersContestant]:
     """Return Transformers plain, with prompt lookup and, given a draft, assisted; the last two cannot run batches."""
     transformers_model(model)
     found = [

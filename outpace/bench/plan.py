@@ -66,7 +66,7 @@ def load(plan: BenchPlan) -> list[tasks.Prompt]:
     return tasks.load(plan.prompts, plan.tasks, plan.limit)
 
 
-def ask(plan: BenchPlan, model: Model, prompts: Seq[tasks.Prompt], done: Callable[[], None]) -> list[Turn]:
+def encode_turns(plan: BenchPlan, model: Model, prompts: Seq[tasks.Prompt], done: Callable[[], None]) -> list[Turn]:
     """Encode every turn of every prompt; later turns follow plain, greedy answers, the same under every condition."""
     found = []
     answers: list[list[str]] = [[] for _ in prompts]
@@ -98,16 +98,16 @@ def _fitting(turn: Turn, plan: BenchPlan, model: Model) -> Turn:
     return turn
 
 
-def groups(plan: BenchPlan, asked: Seq[Turn]) -> list[Group]:
+def groups(plan: BenchPlan, turns: Seq[Turn]) -> list[Group]:
     """Group all prompts, once for each batch size and temperature, into batches of one task and length.
 
     The prompts that a task leaves over form mixed batches; what is left after these is not measured.
     """
     found: list[Group] = []
     for batch, temperature in product(dict.fromkeys(plan.batches), dict.fromkeys(plan.temperatures)):
-        if batch > len(asked):
-            raise UsageError(f"there are {len(asked)} prompts, too few for a batch of {batch}")
-        for members in _batches(asked, batch):
+        if batch > len(turns):
+            raise UsageError(f"there are {len(turns)} prompts, too few for a batch of {batch}")
+        for members in _batches(turns, batch):
             first = members[0]
             same = all((turn.task, turn.context) == (first.task, first.context) for turn in members)
             condition = Condition(

@@ -22,19 +22,19 @@ STYLES = {"good": "green", "bad": "red", "": ""}
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure; its mood is good or bad only if its whole interval is above or below 1, or if answers differ."""
+    """A figure; its style is good or bad only if its whole interval is above or below 1, or if answers differ."""
 
     text: str
     beside: str = ""  # the interval
-    mood: str = ""
+    style: str = ""
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of column heads and rows; the first column is a name."""
+    """A table of column headers and rows; the first column is a name."""
 
     title: str
-    heads: list[str]
+    headers: list[str]
     rows: list[list[Cell]]
 
 
@@ -49,9 +49,9 @@ def machine(header: dict[str, Any]) -> str:
 
 def totals(figures: Seq[SliceFigures], baselines: Seq[str]) -> TextTable:
     """Make a table with one row per contestant."""
-    heads = ["", "tokens/s", *(f"x {name}" for name in baselines)]
-    heads += ["differ from plain", "tokens per pass", "accepted", "draft time", "peak GB"]
-    return TextTable(figures[0].part.label, heads, [_line(one, baselines) for one in figures])
+    headers = ["", "tokens/s", *(f"x {name}" for name in baselines)]
+    headers += ["differ from plain", "tokens per pass", "accepted", "draft time", "peak GB"]
+    return TextTable(figures[0].part.label, headers, [_line(one, baselines) for one in figures])
 
 
 def _line(figures: SliceFigures, baselines: Seq[str]) -> list[Cell]:
@@ -61,7 +61,7 @@ def _line(figures: SliceFigures, baselines: Seq[str]) -> list[Cell]:
         Cell(figures.contestant),
         Cell(f"{figures.tokens_per_second:.1f}"),
         *ratios,
-        Cell(differ, mood="bad" if figures.divergences else ""),
+        Cell(differ, style="bad" if figures.divergences else ""),
         Cell("" if figures.tokens_per_pass is None else f"{figures.tokens_per_pass:.2f}"),
         Cell(f"{figures.accepted / figures.drafted:.0%}" if figures.accepted is not None and figures.drafted else ""),
         Cell(f"{figures.draft_share:.0%}" if figures.draft_share is not None and figures.drafted else ""),
@@ -74,8 +74,8 @@ def _ratio(found: Interval | None, itself: bool = False) -> Cell:
         return Cell("")
     if found.low is None or found.high is None or itself:
         return Cell(f"{found.value:.2f}")
-    mood = "good" if found.low > 1 else "bad" if found.high < 1 else ""
-    return Cell(f"{found.value:.2f}", f"{found.low:.2f}-{found.high:.2f}", mood)
+    style = "good" if found.low > 1 else "bad" if found.high < 1 else ""
+    return Cell(f"{found.value:.2f}", f"{found.low:.2f}-{found.high:.2f}", style)
 
 
 def by_part(summary: Summary) -> TextTable:
@@ -108,8 +108,8 @@ def to_rich(table: TextTable, width: int) -> RichTable:
         title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
     )
     count = max(2, sum(end <= width for end in ends))
-    for index, head in enumerate(table.heads[:count]):
-        shown.add_column(_broken(head), justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
+    for index, header in enumerate(table.headers[:count]):
+        shown.add_column(_broken(header), justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
     for row in table.rows:
         shown.add_row(*(_rich(cell, beside) for cell in row[:count]))
     return shown
@@ -118,26 +118,26 @@ def to_rich(table: TextTable, width: int) -> RichTable:
 def _widths(table: TextTable, beside: bool) -> list[int]:
     """Return the terminal columns that each column of the table needs; a name may wrap."""
     found = [NAME]
-    for index, head in enumerate(table.heads[1:], start=1):
+    for index, header in enumerate(table.headers[1:], start=1):
         cells = [row[index] for row in table.rows]
-        texts = [cell.text for cell in cells] + [cell.beside for cell in cells if beside] + _broken(head).split("\n")
+        texts = [cell.text for cell in cells] + [cell.beside for cell in cells if beside] + _broken(header).split("\n")
         found.append(max(map(len, texts)) + 2)
     return found
 
 
-def _broken(head: str) -> str:
+def _broken(header: str) -> str:
     """Put one word on each line, without the name Transformers: the rest tells which of its loops a ratio is over."""
-    short = re.sub(f"^x {TRANSFORMERS} ", "x ", head)
+    short = re.sub(f"^x {TRANSFORMERS} ", "x ", header)
     return re.sub(r"[ :,]+", lambda found: found.group().strip() + "\n", short)
 
 
 def _rich(cell: Cell, beside: bool) -> Text:
     below = Text(f"\n{cell.beside}", style="dim") if cell.beside and beside else Text("")
-    return Text(cell.text, style=STYLES[cell.mood]) + below
+    return Text(cell.text, style=STYLES[cell.style]) + below
 
 
 def to_markdown(table: TextTable) -> str:
-    lines = [table.heads, ["---"] * len(table.heads)]
+    lines = [table.headers, ["---"] * len(table.headers)]
     lines += [[f"{cell.text} ({cell.beside})" if cell.beside else cell.text for cell in row] for row in table.rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 

@@ -92,7 +92,7 @@ def _tables(answer: Advice) -> list[Table | str]:
     rows = Table("method", "tokens per pass", "scored per pass", "drafting", "predicted speed-up (95 %)")
     rows.title, rows.title_justify = f"predicted from {answer.recorded} recorded answers", "left"
     for p in answer.predictions[:SHOWN]:
-        figures = f"{p.tokens_per_pass:.2f}", f"{p.rows_per_pass:.1f}", f"{p.draft_share:.0%}"
+        figures = f"{p.tokens_per_pass:.2f}", f"{p.nodes_per_pass:.1f}", f"{p.draft_share:.0%}"
         rows.add_row(p.candidate.name, *figures, _interval(p.speedup))
     left = len(answer.predictions) - SHOWN
     parts: list[Table | str] = [rows, *([f"and {left} more, with lower predictions"] if left > 0 else [])]

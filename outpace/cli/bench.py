@@ -188,12 +188,12 @@ def _measured(setup: BenchSetup) -> BenchRecord:
     """Load, prepare, warm up and measure. Ctrl-C ends the measurements, but the report is still written."""
     prompts = planning.load(setup.plan)
     from outpace.bench import record as recording
-    from outpace.bench.contestants import sweep, theirs
+    from outpace.bench.contestants import sweep, transformers_contestants
     from outpace.bench.record import BenchRecord, Writer
 
     draft, lm = load_draft(setup.draft, setup.loading), load_model(setup.model, setup.loading)
     ours = sweep(lm, setup.methods, draft, setup.policies, setup.verifier)
-    others = theirs(lm, draft, max(setup.plan.batches) > 1) if setup.transformers else []
+    others = transformers_contestants(lm, draft, max(setup.plan.batches) > 1) if setup.transformers else []
     with _progress() as bars, tracing(setup.trace, lm) as writer:
         groups = _prepared(setup.plan, lm, prompts, bars)
         everyone: list[Contestant] = [ours[0], *others, *ours[1:]]  # our plain decoding and Transformers first
@@ -213,7 +213,7 @@ def _measured(setup: BenchSetup) -> BenchRecord:
 
 def _prepared(plan: BenchPlan, lm: Model, prompts: list[Any], bars: Progress) -> list[Group]:
     bar = bars.add_task("prompts", total=sum(len(prompt.turns) for prompt in prompts))
-    return planning.groups(plan, planning.ask(plan, lm, prompts, lambda: bars.advance(bar)))
+    return planning.groups(plan, planning.encode_turns(plan, lm, prompts, lambda: bars.advance(bar)))
 
 
 def _run(found: BenchRecord, everyone: list[Contestant], rounds: int, out: Writer, bars: Progress) -> None:

@@ -24,14 +24,14 @@ ALIKE = 0.8  # least similarity of a name to a demo model's for it to be a typo
 def model(name: str) -> None:
     """Refuse a name that is no demo model, file or folder, and cannot be a Hugging Face id."""
     path = Path(name)
-    if name.removesuffix(".gguf") in demo_weights.SHELF or path.exists():
+    if name.removesuffix(".gguf") in demo_weights.DEMO_MODELS or path.exists():
         return
     if name.endswith(".gguf"):
         raise OutpaceError(f"no such file: {name!r}")
-    if "/" not in name and (near := difflib.get_close_matches(name, demo_weights.SHELF, 1, ALIKE)):
+    if "/" not in name and (near := difflib.get_close_matches(name, demo_weights.DEMO_MODELS, 1, ALIKE)):
         raise UsageError(f"unknown model {name!r}; did you mean {near[0]!r}?")
     if not HUB_ID.fullmatch(name):
-        known = ", ".join(demo_weights.SHELF)
+        known = ", ".join(demo_weights.DEMO_MODELS)
         raise OutpaceError(f"cannot load {name!r}: not a demo model ({known}), a folder or a Hugging Face id")
 
 

@@ -29,7 +29,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 stderr = Console(stderr=True)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 INTERRUPTED = 130
-WORTH_SAYING = 3.0  # seconds; shorter compilations are not reported
+MIN_REPORTED_SECONDS = 3.0  # seconds; shorter compilations are not reported
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -117,7 +117,7 @@ def load_model(name: str, how: Loading) -> Model:
 
     if not name.endswith(".gguf"):
         _quiet_transformers()
-    if name in demo_weights.SHELF:
+    if name in demo_weights.DEMO_MODELS:
         demo_weights.fetch(name)  # shows its own progress, if it downloads
     with stderr.status(f"loading {name}"):
         model = load(
@@ -129,7 +129,7 @@ def load_model(name: str, how: Loading) -> Model:
     gc.enable()
     gc.freeze()  # scanning all imported objects takes 0.3 s, in the middle of an answer
     atexit.register(gc.unfreeze)  # or libraries would report all these objects as leaked
-    if spent >= WORTH_SAYING:
+    if spent >= MIN_REPORTED_SECONDS:
         stderr.print(f"[dim]Compiled {name} in {spent:.0f} s (cached for next time; --no-compile skips compilation)[/]")
     return model
 

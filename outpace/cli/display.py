@@ -15,7 +15,7 @@ from outpace.registry.catalogue import KINDS, entries
 if TYPE_CHECKING:
     from outpace.api.stream import Completion, Stream
 
-GUESSED = "green"
+ACCEPTED_STYLE = "green"
 
 
 def live(stream: Stream) -> Completion:
@@ -25,7 +25,7 @@ def live(stream: Stream) -> Completion:
     try:
         for piece in stream:
             for run, drafted in piece.spans:
-                console.print(Text(run, style=GUESSED if drafted else ""), end="", soft_wrap=True)
+                console.print(Text(run, style=ACCEPTED_STYLE if drafted else ""), end="", soft_wrap=True)
     except KeyboardInterrupt:
         stream.close()
     done = stream.completions[0]
@@ -98,7 +98,7 @@ def shelf_rows() -> list[dict[str, Any]]:
     shown = ("package", "sha256", "bytes", "licence", "description")
     return [
         {"name": name, **{key: getattr(entry, key) for key in shown}, "cached": demo_weights.is_cached(name)}
-        for name, entry in demo_weights.SHELF.items()
+        for name, entry in demo_weights.DEMO_MODELS.items()
     ]
 
 

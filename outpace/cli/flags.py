@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from outpace.registry import names
+
 ModelName = Annotated[str, typer.Option("--model", "-m", help="Demo model, folder, Hugging Face id or GGUF file.")]
 Method = Annotated[str, typer.Option(help="Decoding method (see `outpace methods`).")]
 Draft = Annotated[str | None, typer.Option(help="Draft model: demo model, folder or Hugging Face id.")]
@@ -14,9 +16,10 @@ Options = Annotated[list[str], typer.Option("--option", "-o", help="Option of th
 PolicyName = Annotated[
     str | None, typer.Option("--policy", help="How much to draft: auto, fixed, ...; default: the method's own.")
 ]
+*_verifiers, _last = names("verifier")
 VerifierName = Annotated[
     str | None,
-    typer.Option("--verifier", help="Accept by match, residual, typical or contrastive; default: the method's own."),
+    typer.Option("--verifier", help=f"Accept by {', '.join(_verifiers)} or {_last}; default: the method's own."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]

@@ -167,36 +167,36 @@ class Urls:
 def _of_server(urls: Urls, local: Model | None, prompts: list[Prompt], plan: dict[str, Any]) -> list[PlannedCheck]:
     from outpace.verify.servers.answers import ServerPlan
     from outpace.verify.servers.client import Server
-    from outpace.verify.servers.suite import server_questions
+    from outpace.verify.servers.suite import server_checks
 
     on = Server(urls.on, urls.model, extra=urls.on_fields)
     off = None
     if urls.off is not None or urls.off_fields:
         off = Server(urls.off or urls.on, urls.model, extra=urls.off_fields)
-    return server_questions(on, off, local, ServerPlan([prompt.turns[0] for prompt in prompts], **plan))
+    return server_checks(on, off, local, ServerPlan([prompt.turns[0] for prompt in prompts], **plan))
 
 
 def _of_model(
     lm: Model, subjects: list[Subject], prompts: list[Prompt], plan: dict[str, Any], hf: bool
 ) -> list[PlannedCheck]:
     from outpace.verify.plan import VerifyPlan
-    from outpace.verify.suite import questions
+    from outpace.verify.suite import planned_checks
 
     answers = {i: prompt.answer for i, prompt in enumerate(prompts) if prompt.answer is not None}
     encoded = [tasks.encode(prompt, lm) for prompt in prompts]
-    return questions(VerifyPlan(lm, encoded, answers=answers, **plan), subjects, hf)
+    return planned_checks(VerifyPlan(lm, encoded, answers=answers, **plan), subjects, hf)
 
 
 def _answers(asked: list[PlannedCheck]) -> Iterator[Check]:
     """Run the checks with a progress bar that names the current one."""
-    from outpace.verify.suite import answered
+    from outpace.verify.suite import run_checks
 
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=stderr, transient=True) as progress:
         bar = progress.add_task("", total=len(asked))
-        checks = answered(asked)
-        for question in asked:
-            progress.update(bar, description=f"{question.subject}: {question.name}")
+        checks = run_checks(asked)
+        for planned in asked:
+            progress.update(bar, description=f"{planned.subject}: {planned.name}")
             yield next(checks)
             progress.advance(bar)
 

@@ -225,7 +225,7 @@ class HiddenStates(Protocol):
     def attach(self, head: Any) -> LM:
         """Wrap a head that drafts token by token as a model that runs like this one."""
 
-    def ready(self, head: Any) -> Any:
+    def prepare_head(self, head: Any) -> Any:
         """Prepare a head that drafts several tokens at once to run as fast as possible with this model."""
 
 

@@ -104,7 +104,7 @@ class ParallelDrafter(ModelDrafter):
             head = store.resolve(self.kind, self.head, seq.target)
             assert isinstance(head, Parallel)
             assert seq.target.states is not None, "a model without states has no head"
-            self._head, self._target = seq.target.states.ready(head), seq.target
+            self._head, self._target = seq.target.states.prepare_head(head), seq.target
             self._vocab = store.embeddings_or_error(seq.target).vocab
             self._linked = LinkedLM(self._head, self._vocab) if head.spec.linked else None
         self.taps = self._head.spec.taps
@@ -114,7 +114,7 @@ class ParallelDrafter(ModelDrafter):
         return self._linked
 
     def slot(self, seq: Sequence) -> int:
-        kept, lm = seq.state(self, Text).kept, self.lm(seq)
+        kept, lm = seq.state(self, Text).cached, self.lm(seq)
         if "slot" not in kept:
             kept["slot"] = DraftSlot(lm, lm.acquire([]))
         return kept["slot"].slot
@@ -138,7 +138,7 @@ class ParallelDrafter(ModelDrafter):
         found = []
         for (seq, budget), distribution in zip(ready, self._head.logits(made), strict=True):
             known = fitted(self._head.spread(distribution[: budget.depth], self._vocab), seq.vocab)
-            found.append(parallel_trees.grow(seq, known, budget, self.ranks))
+            found.append(parallel_trees.tree_from_logits(seq, known, budget, self.ranks))
         return found
 
     def _dependent(self, lm: LinkedLM, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
@@ -149,7 +149,9 @@ class ParallelDrafter(ModelDrafter):
                 (LinkedDistributions(lm, seq, own[: budget.depth], budget.width), budget)
                 for (seq, budget), own in pairs
             ]
-            return [parallel_trees.grown(distribution, budget, self.ranks) for distribution, budget in distributions]
+            return [
+                parallel_trees.build_tree(distribution, budget, self.ranks) for distribution, budget in distributions
+            ]
         for (seq, _), own in zip(ready, made, strict=True):
             lm.place(self.slot(seq), own)
         within = [budget.within(made.shape[1], trees=True) for _, budget in ready]
@@ -162,5 +164,5 @@ class ParallelDrafter(ModelDrafter):
 
     def close(self, seq: Sequence) -> None:
         text: Text | None = seq.forget(self)
-        if text is not None and "slot" in text.kept:
-            text.kept["slot"].lm.release(text.kept["slot"].slot)
+        if text is not None and "slot" in text.cached:
+            text.cached["slot"].lm.release(text.cached["slot"].slot)

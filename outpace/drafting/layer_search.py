@@ -179,14 +179,14 @@ class LayerProbe:
         if len(order) < count:
             return self.block(count)
 
-        def right(gone: Iterable[int]) -> float:
+        def score(gone: Iterable[int]) -> float:
             return agreement(self.kept(without(stack, gone)))
 
-        best = max((order[:count], self.block(count)), key=right)
+        best = max((order[:count], self.block(count)), key=score)
         for _ in range(tries if len(order) > count else 0):
             gone = set(best) - {draw.choice(best)}
             gone.add(draw.choice([layer for layer in order if layer not in best]))
-            if right(gone) > right(best):
+            if score(gone) > score(best):
                 best = list(gone)
         return sorted(best)
 

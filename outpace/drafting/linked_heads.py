@@ -18,8 +18,9 @@ from outpace.drafting.candidates import RankedCandidates, fitted, ranked_candida
 from outpace.errors import RequestFailed
 from outpace.heads.parallel import Parallel
 from outpace.models.cacheless import CachelessLM
-from outpace.models.compiled.device_tree import STATE, DeviceTrees, DraftDevice, TreeLevels
+from outpace.models.compiled.device_tree import DeviceTrees, DraftDevice, TreeLevels
 from outpace.models.compiled.graph_pass import BATCHES, rounded
+from outpace.models.hf.module import STATE
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick
 
@@ -126,7 +127,7 @@ class LinkedLM(CachelessLM):
         return self.head.spread(self.head.logits(states), self.vocab)
 
     @torch.no_grad()
-    def behind(self, slots: Tensor, path: Seq[int]) -> Tensor:
+    def logits_after(self, slots: Tensor, path: Seq[int]) -> Tensor:
         """The logits after the tokens of `path`, which starts with the root."""  # [slots, hidden] -> [vocab]
         before = torch.zeros_like(slots[0])
         for slot, token in zip(slots, path, strict=False):
@@ -141,10 +142,10 @@ class LinkedDistributions:
         self.lm, self.seq, self.slots, self.width = lm, seq, slots, width
         self._seen: dict[tuple[int, ...], RankedCandidates | None] = {}
 
-    def behind(self, path: list[int]) -> RankedCandidates | None:
+    def candidates_after(self, path: list[int]) -> RankedCandidates | None:
         key = tuple(path)
         if len(path) < len(self.slots) and key not in self._seen:
-            distribution = fitted(self.lm.behind(self.slots, [self.seq.tokens[-1], *path])[None], self.seq.vocab)
+            distribution = fitted(self.lm.logits_after(self.slots, [self.seq.tokens[-1], *path])[None], self.seq.vocab)
             try:
                 (self._seen[key],) = ranked_candidates(self.seq, distribution, [self.seq.tokens + path], self.width)
             except RequestFailed:  # none of the head's tokens is allowed here

@@ -55,7 +55,7 @@ class TreeGrowth:
         return cls(seq, budget, scored, {len(scored) - 1: 0.0}, root=len(scored) - 1)
 
     @property
-    def settled(self) -> list[int]:
+    def fed_tokens(self) -> list[int]:
         """The tokens that the draft is fed before its tree."""
         return self.seq.tokens[: len(self.seq.tokens) - 1 - self.root]
 
@@ -75,7 +75,7 @@ class ModelDrafter(SizedDrafter):
     """A drafter that runs a model; a subclass chooses the model and declares the tree options."""
 
     model_source: str | None = ""  # "": all of its nodes, which carry no source name of their own
-    unsettled: ClassVar[int] = 1  # tokens at the end of the text that may change before the next pass
+    unsettled_tokens: ClassVar[int] = 1  # tokens at the end of the text that may change before the next pass
 
     def lm(self, seq: Sequence) -> LM:
         """The model that drafts for this request; all requests of one target share it."""
@@ -97,9 +97,9 @@ class ModelDrafter(SizedDrafter):
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         lm = self.lm(seqs[0])
         able = [budget.within(budget.depth, lm.trees) for budget in budgets]
-        growths = [TreeGrowth.begin(seq, budget, self.unsettled) for seq, budget in zip(seqs, able, strict=True)]
+        growths = [TreeGrowth.begin(seq, budget, self.unsettled_tokens) for seq, budget in zip(seqs, able, strict=True)]
         active = [growth for growth in growths if _can(growth, lm)]
-        lm.feed([growth.settled for growth in active], [self.slot(growth.seq) for growth in active])
+        lm.feed([growth.fed_tokens for growth in active], [self.slot(growth.seq) for growth in active])
         drafted = self._drafted_whole(lm, active)
         if drafted is not None:
             return [drafted.get(id(growth), Tree([growth.seq.tokens[-1]])) for growth in growths]
@@ -117,7 +117,7 @@ class ModelDrafter(SizedDrafter):
         picks = [pick for growth in growths if (pick := _own_pick(growth)) is not None]
         budgets = [growth.budget for growth in growths]
         shapes = [DraftShape(min(budget.levels, budget.nodes), budget.width, budget.nodes) for budget in budgets]
-        if len({shape.width for shape in shapes}) != 1 or len(picks) < len(growths) or self.unsettled > 1:
+        if len({shape.width for shape in shapes}) != 1 or len(picks) < len(growths) or self.unsettled_tokens > 1:
             return None
         deepest = max(shape.depth for shape in shapes)
         if any(len(growth.seq.tokens) + deepest > lm.max_length for growth in growths):

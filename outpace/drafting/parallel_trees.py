@@ -28,7 +28,7 @@ class PathDistributions(Protocol):
 
     seq: Sequence
 
-    def behind(self, path: list[int]) -> RankedCandidates | None:
+    def candidates_after(self, path: list[int]) -> RankedCandidates | None:
         """The candidates after these draft tokens; None where there is no slot or no allowed token."""
 
 
@@ -39,7 +39,7 @@ class SlotDistributions:
         self.seq, self.logits, self.width = seq, logits, width
         self._seen: dict[Ranks, list[RankedCandidates]] = {}
 
-    def behind(self, path: list[int]) -> RankedCandidates | None:
+    def candidates_after(self, path: list[int]) -> RankedCandidates | None:
         if len(path) >= len(self.logits):
             return None
         # Logits processors depend on the draft tokens: with them, a slot has another distribution after each path.
@@ -59,12 +59,12 @@ class SlotDistributions:
             return []
 
 
-def grow(seq: Sequence, logits: Tensor, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
+def tree_from_logits(seq: Sequence, logits: Tensor, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
     """Build a tree from slots that do not depend on the draft tokens before them."""  # [slots, vocab]
-    return grown(SlotDistributions(seq, logits[: budget.depth], budget.width), budget, ranks)
+    return build_tree(SlotDistributions(seq, logits[: budget.depth], budget.width), budget, ranks)
 
 
-def grown(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
+def build_tree(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks] = ()) -> Tree:
     """Build a tree within the budget: a drawn chain if the verifier needs one, else by `ranks`, else the likeliest."""
     seq = slots.seq
     if not seq.verifier.shares_noise and not seq.sampler.greedy:
@@ -78,7 +78,7 @@ def best_first(slots: PathDistributions, budget: Budget) -> Tree:
     frontier: list[tuple[float, int, int, float]] = []  # the path's -log(probability), parent, rank, the parent's
 
     def push(parent: int, rank: int, cost: float) -> None:
-        seen = slots.behind(paths[parent])
+        seen = slots.candidates_after(paths[parent])
         if seen is not None and rank < len(seen.tokens):
             own = cost - math.log(max(seen.probs[rank], 1e-300))
             heapq.heappush(frontier, (own, parent, rank, cost))
@@ -86,7 +86,7 @@ def best_first(slots: PathDistributions, budget: Budget) -> Tree:
     push(ROOT, 0, 0.0)
     while frontier and len(tree) <= budget.nodes:
         own, parent, rank, cost = heapq.heappop(frontier)
-        seen = slots.behind(paths[parent])
+        seen = slots.candidates_after(paths[parent])
         assert seen is not None
         node = tree.add(parent, seen.tokens[rank], seen.signal(rank))
         paths.append([*paths[parent], seen.tokens[rank]])
@@ -103,7 +103,7 @@ def static(slots: PathDistributions, budget: Budget, ranks: Seq[Ranks]) -> Tree:
         parent = place.get(path[:-1])
         if parent is None or len(tree) > budget.nodes:
             continue
-        seen = slots.behind(paths[parent])
+        seen = slots.candidates_after(paths[parent])
         if seen is not None and path[-1] < len(seen.tokens):
             place[path] = tree.add(parent, seen.tokens[path[-1]], seen.signal(path[-1]))
             paths.append([*paths[parent], seen.tokens[path[-1]]])
@@ -115,7 +115,7 @@ def drawn(slots: PathDistributions, budget: Budget) -> Tree:
     it must not be selected by its value."""
     seq, path = slots.seq, list[int]()
     tree = Tree([seq.tokens[-1]])
-    while len(path) < budget.nodes and (seen := slots.behind(path)) is not None:
+    while len(path) < budget.nodes and (seen := slots.candidates_after(path)) is not None:
         assert seen.distribution is not None
         tree.proposals[len(path)] = seen.distribution
         tree.add(len(path), seen.tokens[0], seen.signal(0))

@@ -72,14 +72,14 @@ def search(
     whole = layers.reference(range(count))
     wanted = [_log_probs(whole, text) for text in texts]
 
-    def price(kept: Seq[int]) -> float:
+    def mean_cost(kept: Seq[int]) -> float:
         slim = layers.reference(kept)
         return sum(
             cost(_log_probs(slim, text), distribution) for text, distribution in zip(texts, wanted, strict=True)
         ) / len(texts)
 
     best = spread(count, skip)
-    even = lowest = price(best)
+    even = lowest = mean_cost(best)
     tried, idle, seen = 1, 0, {tuple(best)}
     while tried < steps and idle < IDLE:
         inner = best[1:-1]
@@ -93,7 +93,7 @@ def search(
             continue
         seen.add(tuple(candidate))
         tried += 1
-        found = price(candidate)
+        found = mean_cost(candidate)
         if found < lowest:
             best, lowest, idle = candidate, found, 0
     slim = layers.reference(best)

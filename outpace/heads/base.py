@@ -69,7 +69,7 @@ class Head(nn.Module):
     ids: Tensor | None  # [draft vocab]: the target's id of each token that it can draft; None: the ids are the same
 
     @classmethod
-    def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
+    def defaults(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
         """Return default settings for a target with `layer_count` layers; `given` are the settings already chosen."""
         raise NotImplementedError
 
@@ -84,17 +84,17 @@ class Head(nn.Module):
         self.register_buffer("ids", ids)
 
     @abstractmethod
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[ChainStepOutput]:
-        """Draft `steps` tokens at every position; a head that drafts only at some positions prefers those in `asked`.
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, starts: Tensor | None = None) -> list[ChainStepOutput]:
+        """Draft `steps` tokens at every position; a head that drafts only at some positions prefers those in `starts`.
 
-        [batch, tokens], [batch, tokens, taps * hidden]; `asked` [batch, tokens]: the tokens after which chains start.
+        [batch, tokens], [batch, tokens, taps * hidden]; `starts` [batch, tokens]: the tokens after which chains start.
         """
 
     def pieces(self) -> list[nn.Module]:
         """Return the modules that training compiles: those that compute each position independently."""
         return [module for module in self.modules() if isinstance(module, LlamaRMSNorm | LlamaMLP)]
 
-    def own(self) -> dict[str, Tensor]:
+    def own_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are saved: all that do not belong to the target."""
         return {name: t for name, t in self.state_dict().items() if not set(name.split(".")) & set(BORROWED)}
 

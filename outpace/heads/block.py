@@ -50,7 +50,7 @@ class BlockLayer(nn.Module):
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = (LlamaRMSNorm(hidden, eps) for _ in range(2))
 
-    def sides(self, states: Tensor, rotations: Rotations) -> Tensor:
+    def keys_values(self, states: Tensor, rotations: Rotations) -> Tensor:
         """Return keys and values."""  # [..., tokens, hidden] -> [2, ..., kv heads, tokens, dim]
         return torch.stack([rotations.rotate(self._heads(self.k_proj(states))), self._heads(self.v_proj(states))])
 
@@ -59,7 +59,7 @@ class BlockLayer(nn.Module):
 
     def forward(self, states: Tensor, rotations: Rotations, attend: Attend) -> Tensor:  # [..., tokens, hidden]
         normed = self.input_layernorm(states)
-        attended = attend(rotations.rotate(self._heads(self.q_proj(normed))), self.sides(normed, rotations))
+        attended = attend(rotations.rotate(self._heads(self.q_proj(normed))), self.keys_values(normed, rotations))
         states = states + self.o_proj(attended.transpose(-2, -3).flatten(-2))
         return states + self.mlp(self.post_attention_layernorm(states))
 
@@ -68,24 +68,24 @@ class Context:
     """Keys and values of a text in all layers, followed by room for a block, which the next block overwrites."""
 
     def __init__(self) -> None:
-        self.sides: Tensor | None = None  # [layers, 2, kv heads, room, dim]
+        self.keys_values: Tensor | None = None  # [layers, 2, kv heads, room, dim]
         self.length = 0
 
     def extend(self, new: Tensor, spare: int) -> None:  # [layers, 2, kv heads, tokens, dim]
         end = self.length + new.shape[3]
-        if self.sides is None or self.sides.shape[3] < end + spare:
+        if self.keys_values is None or self.keys_values.shape[3] < end + spare:
             larger = new.new_zeros(*new.shape[:3], 2 * end + spare, new.shape[4])
-            if self.sides is not None:
-                larger[:, :, :, : self.length] = self.sides[:, :, :, : self.length]
-            self.sides = larger
-        self.sides[:, :, :, self.length : end] = new
+            if self.keys_values is not None:
+                larger[:, :, :, : self.length] = self.keys_values[:, :, :, : self.length]
+            self.keys_values = larger
+        self.keys_values[:, :, :, self.length : end] = new
         self.length = end
 
     def with_block(self, layer: int, block: Tensor) -> Tensor:  # [2, kv heads, slots, dim]
-        assert self.sides is not None
+        assert self.keys_values is not None
         end = self.length + block.shape[2]
-        self.sides[layer, :, :, self.length : end] = block
-        return self.sides[layer, :, :, :end]
+        self.keys_values[layer, :, :, self.length : end] = block
+        return self.keys_values[layer, :, :, :end]
 
 
 class BlockHead(Parallel):
@@ -106,7 +106,7 @@ class BlockHead(Parallel):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     @classmethod
-    def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
+    def defaults(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
         """Tap as many states as layers, evenly from the first layer's output to the input of the last three layers."""
         layers = given.get("layers", LAYERS)
         return {"layers": layers, "steps": STEPS, "taps": evenly(min(1, layer_count), layer_count - 3, layers)}
@@ -148,9 +148,9 @@ class BlockHead(Parallel):
         rotations = Rotations(rotations.cos[0], rotations.sin[0])
         for index, layer in enumerate(self.layers):
 
-            def attend(queries: Tensor, sides: Tensor, index: int = index) -> Tensor:
+            def attend(queries: Tensor, keys_values: Tensor, index: int = index) -> Tensor:
                 out = []
-                for context, q, own in zip(contexts, queries.split(size, -2), sides.split(size, -2), strict=True):
+                for context, q, own in zip(contexts, queries.split(size, -2), keys_values.split(size, -2), strict=True):
                     keys, values = context.with_block(index, own)
                     out.append(_attend(q[None], keys[None], values[None], None)[0])
                 return torch.cat(out, dim=-2)
@@ -161,7 +161,7 @@ class BlockHead(Parallel):
 
     def _read(self, texts: Seq[Text]) -> list[Context]:
         """Add the new tokens of each text to its context."""
-        contexts = [text.kept.setdefault("context", Context()) for text in texts]
+        contexts = [text.cached.setdefault("context", Context()) for text in texts]
         new, places = [], []
         for text, context in zip(texts, contexts, strict=True):
             assert text.hidden is not None
@@ -171,15 +171,15 @@ class BlockHead(Parallel):
         rotations = self._rotations(torch.cat(places).to(fused.device)[None])
         rotations = Rotations(rotations.cos[0], rotations.sin[0])
         # [layers, 2, kv heads, tokens, dim]
-        sides = torch.stack([layer.sides(fused, rotations) for layer in self.layers])
-        for context, part in zip(contexts, sides.split([len(states) for states in new], dim=3), strict=True):
+        keys_values = torch.stack([layer.keys_values(fused, rotations) for layer in self.layers])
+        for context, part in zip(contexts, keys_values.split([len(states) for states in new], dim=3), strict=True):
             context.extend(part, self.size)
         return contexts
 
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[ChainStepOutput]:
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, starts: Tensor | None = None) -> list[ChainStepOutput]:
         """Draft blocks at some columns, drawn at random each time, or at all columns if there are few."""
         self.check(steps)
-        columns = self._columns(tokens, asked)  # [batch, blocks]
+        columns = self._columns(tokens, starts)  # [batch, blocks]
         device, size = tokens.device, self.size
         fused, newest = self._fused(hidden), tokens.gather(1, columns + 1)
         places = (columns + 1)[..., None] + torch.arange(size, device=device)  # [batch, blocks, size]
@@ -190,23 +190,23 @@ class BlockHead(Parallel):
         mask = _seen(columns, tokens.shape[1], size)
         states = self._blocks(newest).flatten(1, 2)  # [batch, blocks * size, hidden]
         for layer in self.layers:
-            context = layer.sides(fused, far)
+            context = layer.keys_values(fused, far)
 
-            def attend(queries: Tensor, sides: Tensor, context: Tensor = context) -> Tensor:
-                keys, values = torch.cat([context, sides], dim=-2)
+            def attend(queries: Tensor, keys_values: Tensor, context: Tensor = context) -> Tensor:
+                keys, values = torch.cat([context, keys_values], dim=-2)
                 return _attend(queries, keys, values, mask)
 
             states = layer(states, near, attend)
         slots = states.unflatten(1, (-1, size))[:, :, 1 : 1 + steps].unbind(2)
-        return self.guessed(tokens, columns, slots)
+        return self.step_outputs(tokens, columns, slots)
 
-    def _columns(self, tokens: Tensor, asked: Tensor | None) -> Tensor:  # [batch, tokens] -> [batch, blocks]
+    def _columns(self, tokens: Tensor, starts: Tensor | None) -> Tensor:  # [batch, tokens] -> [batch, blocks]
         batch, count = tokens.shape[0], tokens.shape[1] - 1
         if count <= self.anchors:
             return torch.arange(count, device=tokens.device).expand(batch, -1)
         drawn = torch.rand(batch, count, device=tokens.device)
-        if asked is not None:
-            drawn = drawn + asked[:, 1:]
+        if starts is not None:
+            drawn = drawn + starts[:, 1:]
         return drawn.topk(self.anchors).indices.sort(-1).values
 
 

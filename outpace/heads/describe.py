@@ -14,7 +14,7 @@ from outpace.heads.formats import native_mtp, published
 from outpace.heads.formats.checkpoint import HeadFolder
 from outpace.heads.quantize import SCALE
 
-SAID = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", published.LAYER_IDS)
+SETTINGS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", published.LAYER_IDS)
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def describe(folder: Path) -> dict[str, Any]:
     tensors = checkpoint.read(checkpoint.places)
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     nested = config.get("eagle_config") or {}
-    settings = {name: config.get(name, nested.get(name)) for name in SAID}
+    settings = {name: config.get(name, nested.get(name)) for name in SETTINGS}
     return {
         "kind": config.get("speculators_model_type", "eagle3"),
         "layout": layout,

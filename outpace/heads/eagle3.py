@@ -72,6 +72,6 @@ class Eagle3Head(Recursive):
     entrance = EagleDecoder
 
     @classmethod
-    def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
+    def defaults(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
         """Tap an early, a middle and a late state; fewer if there are too few layers."""
         return {"taps": tuple(sorted({min(2, layer_count - 1), layer_count // 2, max(layer_count - 3, 0)}))}

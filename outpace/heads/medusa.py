@@ -39,7 +39,7 @@ class MedusaHead(Parallel):
         self.fuse = StateFusion(embeddings.hidden, len(spec.taps)) if len(spec.taps) > 1 else nn.Identity()
 
     @classmethod
-    def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
+    def defaults(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
         return {"taps": (layer_count,)}
 
     def pieces(self) -> list[nn.Module]:
@@ -53,8 +53,8 @@ class MedusaHead(Parallel):
         last = self.fuse(torch.stack([text.hidden[-1] for text in texts if text.hidden is not None]))
         return torch.stack([shift(last) for shift in self.shifts[:count]], dim=1)
 
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[ChainStepOutput]:
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, starts: Tensor | None = None) -> list[ChainStepOutput]:
         self.check(steps)
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         states = self.fuse(hidden.to(self.dtype))
-        return self.guessed(tokens, columns, [shift(states) for shift in self.shifts[:steps]])
+        return self.step_outputs(tokens, columns, [shift(states) for shift in self.shifts[:steps]])

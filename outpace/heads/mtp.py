@@ -43,5 +43,5 @@ class MtpHead(Recursive):
     entrance = MtpDecoder
 
     @classmethod
-    def usual(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
+    def defaults(cls, layer_count: int, given: dict[str, Any]) -> dict[str, Any]:
         return {"taps": (layer_count,)}

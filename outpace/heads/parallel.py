@@ -27,7 +27,7 @@ class Text:
 
     token: int = 0  # the newest one, which has no state of the target yet
     hidden: Tensor | None = None  # [tokens before it, taps * hidden]
-    kept: dict[str, Any] = field(default_factory=dict)  # what the head caches between passes
+    cached: dict[str, Any] = field(default_factory=dict)  # what the head caches between passes
 
 
 class Parallel(Head):
@@ -47,7 +47,7 @@ class Parallel(Head):
     def slots(self, texts: Seq[Text], count: int) -> Tensor:
         """Return the states of `count` slots after each text, or of all if it has fewer."""  # [texts, slots, hidden]
 
-    def guessed(self, tokens: Tensor, columns: Tensor, slots: Seq[Tensor]) -> list[ChainStepOutput]:
+    def step_outputs(self, tokens: Tensor, columns: Tensor, slots: Seq[Tensor]) -> list[ChainStepOutput]:
         """Return the output of slots at some columns of a training text, which provides the token before each slot.
 
         [batch, tokens], [batch, columns], for each step [batch, columns, hidden].

@@ -134,7 +134,7 @@ class Recursive(Head, PreTrainedModel):
         logits = self.get_output_embeddings()(out.hidden_states[0][:, kept])
         return CausalLMOutput(logits=logits if narrow else self.spread(logits, self.config.vocab_size))
 
-    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, asked: Tensor | None = None) -> list[ChainStepOutput]:
+    def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, starts: Tensor | None = None) -> list[ChainStepOutput]:
         outputs: list[ChainStepOutput] = []
         states, chained = self.model.fuse(hidden), chain_attention.ChainCache()
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]

@@ -55,8 +55,8 @@ def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
     for name in given:
         if name not in known:
             raise unknown(f"setting of a {kind} head", name, known)
-    usual = {**cls.usual(layers_of(lm).count, given), "draft_vocab": 0 if ids is None else len(ids)}
-    spec = HeadSpec(kind, **{**usual, **given})
+    defaults = {**cls.defaults(layers_of(lm).count, given), "draft_vocab": 0 if ids is None else len(ids)}
+    spec = HeadSpec(kind, **{**defaults, **given})
     listed = isinstance(spec.taps, list | tuple) and len(spec.taps) > 0
     if not listed or not all(type(tap) is int and 0 <= tap <= layers_of(lm).count for tap in spec.taps):
         raise UsageError(f"taps must be a list of hidden states from 0 to {layers_of(lm).count}, got {spec.taps}")
@@ -67,7 +67,7 @@ def fresh(kind: str, lm: LM, ids: Tensor | None = None, **given: Any) -> Head:
     return _placed(head, embeddings)
 
 
-def grown(head: Head, lm: LM, ids: Tensor | None, **given: Any) -> Head:
+def extended(head: Head, lm: LM, ids: Tensor | None, **given: Any) -> Head:
     """Return the same head for the tokens `ids`, with other settings.
 
     New parts change nothing at first. If it gets fewer layers, the first ones are kept.
@@ -77,7 +77,7 @@ def grown(head: Head, lm: LM, ids: Tensor | None, **given: Any) -> Head:
         raise UsageError("the draft vocabulary cannot change: the head has an output matrix of its own for it")
     settings = dataclasses.asdict(head.spec) | given | {"draft_vocab": 0 if ids is None else len(ids)}
     larger = fresh(settings.pop("kind"), lm, ids, **settings)
-    new, old = larger.own(), {name: tensor for name, tensor in head.own().items() if name != "ids"}
+    new, old = larger.own_tensors(), {name: tensor for name, tensor in head.own_tensors().items() if name != "ids"}
     if given.get("layers", head.spec.layers) != head.spec.layers and set(new) - {"ids"} == set(old):
         raise UsageError(f"a {head.kind} head has no layers to add to")
     for name, tensor in old.items():
@@ -104,7 +104,7 @@ def save(head: Head, folder: Path, lm: LM, notes: dict[str, Any] | None = None) 
         "weights": embeddings.fingerprint,
     }
     made = {"spec": dataclasses.asdict(head.spec), "target": target, "notes": notes or {}}
-    tensors = {n: (t.half() if t.is_floating_point() else t).contiguous().cpu() for n, t in head.own().items()}
+    tensors = {n: (t.half() if t.is_floating_point() else t).contiguous().cpu() for n, t in head.own_tensors().items()}
     _write(folder, made, tensors)
 
 
@@ -162,7 +162,7 @@ def _ours(folder: Path, lm: LM) -> HeadWeights:
 
 
 def _check(head: Head, tensors: dict[str, Tensor]) -> None:
-    own = head.own()
+    own = head.own_tensors()
     problems = {"missing tensors:": set(own) - set(tensors), "unexpected tensors:": set(tensors) - set(own)}
     for problem, names in problems.items():
         if names:

@@ -77,4 +77,4 @@ class Draft(ModelDrafter):
 class LateDraft(Draft):
     """Reads the last tokens of a text again in every pass, as they may still change."""
 
-    unsettled = UNSETTLED
+    unsettled_tokens = UNSETTLED

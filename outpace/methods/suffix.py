@@ -120,7 +120,7 @@ class Suffix(Drafter):
     width: int = 1
     min_match: int = 1
     per_match: float = 1.0  # tokens drafted for each token matched
-    min_chance: float = 0.1  # lowest probability of a whole path
+    min_prob: float = 0.1  # lowest probability of a whole path
     store_tokens: int = 200_000  # maximum number of tokens remembered across requests
     _store: list[Automaton] = field(default_factory=lambda: [Automaton()], init=False, repr=False)  # newest last
 
@@ -147,15 +147,15 @@ class Suffix(Drafter):
         depth = min(budget.depth, int(self.per_match * reader.match.length))
         frontier: list[Continuation] = []
 
-        def look(state: int, parent: int, prob: float, level: int) -> None:
+        def push(state: int, parent: int, prob: float, level: int) -> None:
             total = sum(automaton.count[s] for token, s in automaton.next[state].items() if token != SEPARATOR)
             for token, child in automaton.next[state].items() if level <= depth else ():
                 share = automaton.count[child] / total if total and token != SEPARATOR else 0.0
-                if prob * share >= self.min_chance:
+                if prob * share >= self.min_prob:
                     # Of two equally frequent tokens, the one with the newer state comes first.
                     heapq.heappush(frontier, Continuation(-prob * share, -child, child, parent, level, token, share))
 
-        look(reader.match.state, ROOT, 1.0, 1)
+        push(reader.match.state, ROOT, 1.0, 1)
         while frontier and len(tree) <= budget.nodes:
             best = heapq.heappop(frontier)
             if len(tree.children(best.parent)) >= budget.width:
@@ -163,7 +163,7 @@ class Suffix(Drafter):
             prob = best.share * (1 - DOUBT ** (reader.match.length + best.depth - 1))
             node = tree.add(best.parent, best.token, Signal(-best.cost, 0.0), reader.source, prob)
             expected -= best.cost
-            look(best.state, node, -best.cost, best.depth + 1)
+            push(best.state, node, -best.cost, best.depth + 1)
         return tree, expected
 
     def _readers(self, seq: Sequence) -> list[Reader]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from outpace.core.layout import Layout
 from outpace.core.lm import Context, Logits, Picked
 from outpace.core.tree import ROOT, Tree
 from outpace.sampling.sampler import Pick
-
-if TYPE_CHECKING:
-    from outpace.core.lm import Context, Logits
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ class Segment:
         arranged = Tree([tree.tokens[node] for node in ordered], parents)
         return replace(self, layout=arranged, resumed=ResumePoint(begun.layers, states, nodes, order))
 
-    def fresh(self) -> Segment | None:
+    def remainder(self) -> Segment | None:
         """Return the part of a resumed segment that no layer has run yet, or None."""
         assert self.resumed is not None
         fed, done = len(self.pending), len(self.resumed.nodes)
@@ -119,7 +115,7 @@ def _found(tree: Tree, other: Tree, most: int) -> dict[int, int]:
     return found
 
 
-def joined(segments: Seq[Segment], size: int) -> dict[str, Tensor]:
+def packed_features(segments: Seq[Segment], size: int) -> dict[str, Tensor]:
     """Return the features of a pass, padded to `size` tokens, as a model input; {} if there are none."""
     given = [segment.features for segment in segments if segment.features is not None]
     if not given:

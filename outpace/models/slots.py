@@ -18,7 +18,7 @@ from outpace.models.segment import Segment, SegmentOutput, Slot, common_prefix
 from outpace.threads.worker import Worker
 
 CHUNK = 512  # prompt tokens per pass; bounds the memory of a long prefill
-RIDE = 16  # up to this many pending tokens get no pass of their own: they run together with the next layout
+MAX_DEFERRED = 16  # up to this many pending tokens get no pass of their own: they run together with the next layout
 
 
 class SlotLM(LM):
@@ -93,7 +93,7 @@ class SlotLM(LM):
         left = limit
         for wanted, index in zip(tokens, slots, strict=True):
             fed = self._feed(wanted, index, left)
-            if self.slots[index].pending and len(self.slots[index].pending) > RIDE:
+            if self.slots[index].pending and len(self.slots[index].pending) > MAX_DEFERRED:
                 return False
             left = None if left is None else left - fed
         return True
@@ -111,11 +111,11 @@ class SlotLM(LM):
         if common < len(slot.tokens):
             self._truncate(index, slot, self.crop(index, common))
         slot.pending = wanted[len(slot.tokens) :]
-        if len(slot.pending) > RIDE:
+        if len(slot.pending) > MAX_DEFERRED:
             self.reserve([Segment(index, slot.length, slot.pending)])  # room for all tokens before any runs
         # A long remainder runs now, in chunks. A short one runs with the next pass.
         start = len(slot.tokens)
-        while len(slot.pending) > RIDE and (limit is None or len(slot.tokens) - start < limit):
+        while len(slot.pending) > MAX_DEFERRED and (limit is None or len(slot.tokens) - start < limit):
             self._run([Segment(index, slot.length, slot.pending[: self.chunk])])
         return len(slot.tokens) - start
 

@@ -31,7 +31,7 @@ def _pause() -> Callable[[int], int] | None:
     return None
 
 
-def give_back() -> None:
+def release_threads() -> None:
     """Release the compute threads of the calling thread until it computes again."""
     pause = _pause()
     if pause is not None:

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from outpace.errors import UsageError
-from outpace.threads.compute_threads import give_back
+from outpace.threads.compute_threads import release_threads
 
 T = TypeVar("T")
 SOON = 0.05  # seconds without work after which the thread releases its compute threads
@@ -86,7 +86,7 @@ class Worker:
                 "this model is in the middle of a pass: a logits processor, a drafter or a stop rule cannot use the "
                 "model that calls it"
             )
-        give_back()
+        release_threads()
         future: Future[T] = Future()
         self.post(partial(_run_into, future, function, ThreadSettings.of_this_thread()))
         return future.result()
@@ -129,7 +129,7 @@ class Worker:
         """Run posted commands, waiting for one if no pass has to run; return False if the thread may end."""
         command = self._next(0.0 if self._active else SOON)
         if command is None and not self._active:
-            give_back()  # other threads may compute now
+            release_threads()  # other threads may compute now
             command = self._next(IDLE)
             if command is None:
                 with self._lock:

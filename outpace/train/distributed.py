@@ -52,7 +52,7 @@ class Distributed:
         shared = self.size > 1 and given in ("", "cuda") and torch.cuda.is_available()
         return f"cuda:{self.local}" if shared else given or None
 
-    def part(self, batch: Batch) -> tuple[Batch, int]:
+    def share(self, batch: Batch) -> tuple[Batch, int]:
         """Return this process's texts of a batch, and how many of their tokens count. A process without a text
         computes one that does not count, because every process must take part."""
         texts = slice(self.rank, None, self.size)
@@ -69,7 +69,7 @@ class Distributed:
         dist.all_reduce(together)
         return together.tolist()
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Broadcast the value of the first process to all."""
         if self.size == 1:
             return value
@@ -77,11 +77,11 @@ class Distributed:
         dist.broadcast_object_list(held)
         return held[0]
 
-    def joined(self, module: TrainedRecipe) -> nn.Module:
+    def wrap(self, module: TrainedRecipe) -> nn.Module:
         """Wrap the module so that gradients are averaged over all processes."""
         return module if self.size == 1 else DistributedDataParallel(module)
 
-    def apart(self, module: nn.Module, wanted: bool) -> AbstractContextManager[None]:
+    def without_averaging(self, module: nn.Module, wanted: bool) -> AbstractContextManager[None]:
         """Skip the averaging of gradients if `wanted`: more batches of the same update follow."""
         return module.no_sync() if wanted and isinstance(module, DistributedDataParallel) else nullcontext()  # type: ignore[no-any-return]
 

@@ -55,7 +55,7 @@ class DrawnBatch:
 
 
 @contextmanager
-def patiently() -> Iterator[Callable[[], bool]]:
+def deferred_interrupt() -> Iterator[Callable[[], bool]]:
     """Let the current step finish before Ctrl-C stops the run; a second Ctrl-C stops it at once."""
     received: list[int] = []
 
@@ -84,7 +84,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=settings.rate, betas=BETAS, weight_decay=settings.weight_decay
         )
-        self.module = self.world.joined(TrainedRecipe(recipe))
+        self.module = self.world.wrap(TrainedRecipe(recipe))
         self.log = Log(self.folder, settings)
 
     def resume(self) -> None:
@@ -103,7 +103,7 @@ class Loop:
         settings = self.settings
         if self.world.first:
             self.log.begin(self.reached.step)
-        with patiently() as interrupted:
+        with deferred_interrupt() as interrupted:
             if not self.reached.step:
                 yield self._logged(self._measured(LogPoint(0)))
             drawn, stop = self._drawn(), False
@@ -134,13 +134,13 @@ class Loop:
     def _update(self, group: list[DrawnBatch]) -> LogPoint:
         """Make one weight update, on the mean over all positions that count in the batches of a group."""
         start, step, world = time.perf_counter(), self.reached.step, self.world
-        parts = [world.part(drawn.batch) for drawn in group]
+        parts = [world.share(drawn.batch) for drawn in group]
         (total,) = world.sum([float(sum(count for _, count in parts))], self.device)
         summed = torch.zeros(1, dtype=torch.float64)  # loss, then acceptance of each token ahead
         with self._seeded(step):
             for index, (part, count) in enumerate(parts):
                 ours, share = self._placed(part), count / max(total, 1)
-                with world.apart(self.module, index + 1 < len(parts)):
+                with world.without_averaging(self.module, index + 1 < len(parts)):
                     result = self.module(ours, step, self.settings.steps)
                     (result.loss * share * world.size).backward()
                 found = torch.cat([result.loss.detach()[None], result.acceptance.nan_to_num()]).double().cpu()
@@ -174,7 +174,7 @@ class Loop:
         if not self.texts.held_out:
             return point
         figures = measure(self.recipe.serve(), self.texts.held_out, self.settings) if self.world.first else None
-        figures = self.world.told(figures)
+        figures = self.world.broadcast(figures)
         assert figures is not None
         better = self.reached.best is None or figures.tokens_per_pass > self.reached.best
         best = figures.tokens_per_pass if better else self.reached.best

@@ -23,7 +23,7 @@ from outpace.heads.torch_compile import compile_function
 TILE = 1 << 24  # logits that are processed together: 64 MB for each intermediate tensor
 WIDE = 8  # factor on a GPU, which small tiles would leave idle
 DECAY = 0.8  # weight of a step, relative to the one before it
-DOUBT = 3.0  # how fast "mixed" moves from KL to TV as the overlap grows
+MIX_RATE = 3.0  # how fast "mixed" moves from KL to TV as the overlap grows
 
 
 class StepLogits(NamedTuple):
@@ -181,7 +181,7 @@ def _stepwise(of: Callable[[DistributionPair], Tensor]) -> Loss:
 
 def _mixed(found: DistributionPair) -> Tensor:
     """Use KL, which always has a gradient, where the distributions hardly overlap, and more of TV as they overlap."""
-    kl = torch.exp(-DOUBT * found.alpha.detach())
+    kl = torch.exp(-MIX_RATE * found.alpha.detach())
     return kl * (found.cross - found.entropy) + (1 - kl) * (1 - found.alpha)
 
 

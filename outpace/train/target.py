@@ -43,17 +43,17 @@ class Target:
         return self.model.get_input_embeddings().weight.device
 
     @torch.no_grad()
-    def tell(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> TargetOutputs:  # [batch, tokens]
+    def forward(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> TargetOutputs:  # [batch, tokens]
         """Run one plain forward pass; padding is at the end, where no token of a text attends to it."""
         with recording(self.model, taps, row=None) as recorded:  # Transformers' own way would break compiled layers up
             logits = self.model(input_ids=tokens, use_cache=False).logits
         return TargetOutputs(logits, torch.cat([recorded[tap] for tap in taps], dim=-1) if taps else None)
 
 
-def answered(batch: Batch) -> Tensor:  # [batch, tokens]
+def answer_mask(batch: Batch) -> Tensor:  # [batch, tokens]
     """Return the mask of the tokens whose next token belongs to an answer."""
     return nn.functional.pad(batch.mask[:, 1:], (0, 1))
 
 
-def cooled(logits: Tensor, temperature: float) -> Tensor:
+def with_temperature(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits / temperature

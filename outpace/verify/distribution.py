@@ -24,8 +24,8 @@ from outpace.verify.plan import Subject, VerifyPlan
 from outpace.verify.records import Check
 
 DEPTH = 3  # tokens of each short answer: the later ones are reached through accepted draft tokens
-LEAST = 50  # least draws after a prefix for a test
-EXPECTED = 5.0  # least expected draws of a bin, by the usual rule
+MIN_DRAWS = 50  # least draws after a prefix for a test
+MIN_EXPECTED = 5.0  # least expected draws of a bin, by the usual rule
 POWER = 0.9
 
 Following = dict[tuple[Any, ...], Counter[Any]]  # prefix -> counts of the next token
@@ -74,7 +74,7 @@ def sampled_distribution(plan: VerifyPlan, subject: Subject) -> Check:
     least = min((test.p for test in tests), default=1.0)
     summary = (
         f"{draws} draws after {len(tests)} texts: least p {least:.2g} (Holm, alpha {plan.alpha:g}), "
-        f"{impossible} impossible; {finds(effects)}"
+        f"{impossible} impossible; {describe_power(effects)}"
     )
     figures: dict[str, Any] = {
         "draws": draws, "tests": len(tests), "rejected": wrong, "impossible": impossible, "alpha": plan.alpha,
@@ -83,7 +83,7 @@ def sampled_distribution(plan: VerifyPlan, subject: Subject) -> Check:
     return Check(subject.name, name, "fail" if wrong or impossible else "pass", summary, figures=figures)
 
 
-def finds(effects: list[float]) -> str:
+def describe_power(effects: list[float]) -> str:
     """Describe the smallest deviation that the most and the least sensitive test would detect."""
     if not effects:
         return "the distribution left no choice, so nothing was tested"
@@ -103,7 +103,7 @@ def draw(plan: VerifyPlan, subject: Subject, index: int) -> list[Counts]:
     if failed is not None:
         raise OutpaceError(f"{subject.name} failed during sampling: {failed}")
     found = following([completion.tokens for completion in done])
-    frequent = {prefix: drawn for prefix, drawn in found.items() if drawn.total() >= LEAST}
+    frequent = {prefix: drawn for prefix, drawn in found.items() if drawn.total() >= MIN_DRAWS}
     return [_counts(plan, index, list(prefix), drawn) for prefix, drawn in frequent.items()]
 
 
@@ -166,12 +166,12 @@ class ProbabilityBin:
 
 
 def _bins(counts: Counts) -> list[ProbabilityBin]:
-    common = torch.nonzero(counts.distribution * counts.size >= EXPECTED).flatten().tolist()
+    common = torch.nonzero(counts.distribution * counts.size >= MIN_EXPECTED).flatten().tolist()
     bins = [ProbabilityBin(counts.drawn[t], float(counts.distribution[t]), float(counts.native[t])) for t in common]
     rest = ProbabilityBin(
         counts.size - sum(b.drawn for b in bins), 1 - sum(b.distribution for b in bins), 1 - sum(b.native for b in bins)
     )
-    if rest.distribution * counts.size >= EXPECTED or not bins:
+    if rest.distribution * counts.size >= MIN_EXPECTED or not bins:
         return [*bins, rest]
     # Too small for its own bin: merge it into the smallest one.
     bins.sort(key=lambda b: -b.distribution)

@@ -24,10 +24,10 @@ class PlannedCheck:
 
     subject: str
     name: str
-    ask: Callable[[], Check]
+    run: Callable[[], Check]
 
 
-def questions(plan: VerifyPlan, subjects: list[Subject], transformers: bool = False) -> list[PlannedCheck]:
+def planned_checks(plan: VerifyPlan, subjects: list[Subject], transformers: bool = False) -> list[PlannedCheck]:
     """List the checks: first those of plain decoding, then those of each method."""
     parity = Parity(plan)
     out = []
@@ -58,7 +58,7 @@ def questions(plan: VerifyPlan, subjects: list[Subject], transformers: bool = Fa
             checks["sampled distribution"] = partial(sampled_distribution, plan)
         if transformers and subject is PLAIN:  # the other methods are compared with plain
             checks["greedy = Transformers"] = parity.transformers
-        out += [PlannedCheck(subject.name, name, partial(ask, subject)) for name, ask in checks.items()]
+        out += [PlannedCheck(subject.name, name, partial(run, subject)) for name, run in checks.items()]
     return out
 
 
@@ -80,9 +80,9 @@ def subjects_of(specs: list[str], model: Model, draft: Model | None, shared: dic
     return subjects
 
 
-def answered(questions: list[PlannedCheck]) -> Iterator[Check]:
+def run_checks(checks: list[PlannedCheck]) -> Iterator[Check]:
     """Run the checks, and yield each result with its time."""
-    for question in questions:
+    for planned in checks:
         start = time.perf_counter()
-        check = question.ask()
+        check = planned.run()
         yield replace(check, seconds=time.perf_counter() - start)

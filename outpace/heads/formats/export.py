@@ -58,7 +58,7 @@ def export(head: Head, folder: Path, lm: LM, model: str, layout: str = LAYOUTS[0
 
 
 def _tensors(head: Recursive) -> dict[str, Tensor]:
-    own = {name.removeprefix("model."): tensor for name, tensor in head.own().items()}
+    own = {name.removeprefix("model."): tensor for name, tensor in head.own_tensors().items()}
     own.pop("output.weight", None)
     output, ids = _output(head), own.pop("ids", None)
     if ids is not None:  # servers select the target's rows with a mask, so in the order of its ids

@@ -50,7 +50,7 @@ class Bf16Copies:
     def bytes(self) -> int:
         return sum(copy.nbytes for copy in self._copies.values() if copy is not None)
 
-    def shorten(self, model: nn.Module) -> None:
+    def replace_linears(self, model: nn.Module) -> None:
         """Replace the linear layers of our own copy of a model, where no bits are lost and memory allows."""
         found = linears(model)
         new = {child.weight.data_ptr(): child.weight.nbytes // 2 for *_, child in found}

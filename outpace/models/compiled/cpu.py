@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outpace.models.compiled import packing
-from outpace.models.compiled.layers import shortened
+from outpace.models.compiled.layers import with_int8_linears
 from outpace.models.compiled.runner import CompiledRunner
 from outpace.models.hf.eager import places, split
 from outpace.models.hf.head_lm import HeadLM
@@ -19,7 +19,7 @@ from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.module import recording, twin
 from outpace.models.hf.stages import LayerSpan, StageOutputs
 from outpace.models.kernels import cpu
-from outpace.models.segment import Segment, SegmentOutput, joined
+from outpace.models.segment import Segment, SegmentOutput, packed_features
 
 FEWEST = 2  # tokens and segments of a pass; a size of one would compile as another program
 
@@ -65,12 +65,12 @@ class CpuRunner(CompiledRunner):
         columns = torch.tensor(packed.columns)
         ids, positions, where, bits = columns[0], columns[1], columns[2], columns[3:].T.contiguous()
         plan = self.attention(where, torch.tensor(packed.segments), bits, positions)
-        return ids, self.given(positions, plan) | joined(segments, len(ids))
+        return ids, self.module_inputs(positions, plan) | packed_features(segments, len(ids))
 
     def attach(self, head: PreTrainedModel) -> TransformersLM:
         # A pass is bound by reading its weights from memory, and a draft tolerates the rounding of int8.
         lm = HeadLM.of_head(quantize(twin(head)))
         return HeadLM.of_head(head) if type(self).install(lm) is None else lm
 
-    def ready(self, head: Any) -> Any:
-        return shortened(head)  # int8 weights, as in `attach`
+    def prepare_head(self, head: Any) -> Any:
+        return with_int8_linears(head)  # int8 weights, as in `attach`

@@ -33,14 +33,14 @@ from outpace.models.compiled.graph_pass import (
     capture,
     limits,
 )
-from outpace.models.compiled.picks import PickReader, settled
+from outpace.models.compiled.picks import PickReader, detached
 from outpace.models.compiled.run_ahead import GraphsAhead, LastPass, PassAhead
 from outpace.models.compiled.runner import CompiledRunner
 from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.module import recording
 from outpace.models.hf.stages import LayerSpan, StageOutputs
 from outpace.models.kernels import triton_runtime
-from outpace.models.segment import Segment, SegmentOutput, joined
+from outpace.models.segment import Segment, SegmentOutput, packed_features
 from outpace.models.slots import CHUNK
 from outpace.sampling.noise import words_of
 from outpace.sampling.sampler import Pick
@@ -91,7 +91,7 @@ class GraphRunner(CompiledRunner):
             return super().forward(segments, taps)
         found: list[SegmentOutput] = []
         for part in parts:
-            found += map(settled, super().forward(part, taps))
+            found += map(detached, super().forward(part, taps))
         return found
 
     def compiled_pass(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
@@ -100,7 +100,7 @@ class GraphRunner(CompiledRunner):
             return outputs
         captured = self.captured(GraphKey.of_pass(segments, taps))
         if captured.entering is not None:
-            beside = joined(segments, captured.key.tokens)
+            beside = packed_features(segments, captured.key.tokens)
             captured.entering.copy_(beside["features"][0]) if beside else captured.entering.zero_()
         self.stage(captured, segments)
         captured.launch()
@@ -192,7 +192,7 @@ class GraphRunner(CompiledRunner):
     def _capture(self, key: GraphKey) -> CapturedPass:
         lm = self.lm
         staging = Staging(key.tokens * COLUMNS + key.batch * 4, lm.device)
-        read = torch.zeros(FOUND, key.tokens, dtype=torch.float64, pin_memory=True)
+        host_choices = torch.zeros(FOUND, key.tokens, dtype=torch.float64, pin_memory=True)
         entering = None
         if lm.takes_features or (key.span is not None and key.span.first):
             width = self.module.config.get_text_config().hidden_size
@@ -202,10 +202,10 @@ class GraphRunner(CompiledRunner):
         def whole_pass() -> GraphOutputs:
             outputs = run()
             if outputs.chosen is not None:
-                read.copy_(outputs.chosen, non_blocking=True)
+                host_choices.copy_(outputs.chosen, non_blocking=True)
             return outputs
 
-        return CapturedPass(capture(whole_pass, self.graph_memory), staging, entering, read, key)
+        return CapturedPass(capture(whole_pass, self.graph_memory), staging, entering, host_choices, key)
 
     def _program(self, key: GraphKey, sent: Tensor, entering: Tensor | None) -> Callable[[], GraphOutputs]:
         table = sent[: key.tokens * COLUMNS].view(COLUMNS, key.tokens)
@@ -214,7 +214,7 @@ class GraphRunner(CompiledRunner):
         bits, noise, temperature, cut = table[3 : 3 + packing.WORDS], table[NOISE], table[TEMPERATURE], table[LIMITS]
 
         def run() -> GraphOutputs:
-            given = self.given(positions, self.attention(where, segments, bits.T.contiguous(), positions))
+            given = self.module_inputs(positions, self.attention(where, segments, bits.T.contiguous(), positions))
             states = None
             with recording(self.module, key.taps) as recorded:
                 if key.span is None:

@@ -17,8 +17,6 @@ from outpace.core.lm import DraftShape, DraftToken
 from outpace.core.tree import Tree
 from outpace.models.compiled.graph_pass import capture
 
-STATE = (-1,)  # the tap of the state that a model feeds back to itself
-
 
 class DraftDevice(NamedTuple):
     """Where a draft runs, and the state that it feeds back to itself with each node."""
@@ -33,10 +31,10 @@ class TreeLevels(NamedTuple):
 
     level: Tensor  # [1]: the level of the nodes that are fed next
     tokens: Tensor  # [rows, width]: the nodes that are fed next
-    reach: Tensor  # [rows, width]: log probabilities of their paths
+    log_probs: Tensor  # [rows, width]: log probabilities of their paths
     entering: Tensor | None  # [rows, width, hidden]: input states, for a model that takes states
-    listed: Tensor  # [levels, rows, width * width]: candidate tokens
-    reached: Tensor  # [levels, rows, width * width]: log probabilities of their paths
+    candidates: Tensor  # [levels, rows, width * width]: candidate tokens
+    candidate_log_probs: Tensor  # [levels, rows, width * width]: log probabilities of their paths
     fed: Tensor  # [levels, rows, width]: which candidates of a level became its nodes
     ids: Tensor | None  # token ids of the draft vocabulary, if the draft has a smaller one
 
@@ -48,10 +46,10 @@ class TreeLevels(NamedTuple):
             return torch.zeros(*sizes, dtype=torch.int64, device=device)
 
         return cls(
-            level=whole(1), tokens=whole(rows, width), reach=torch.zeros(rows, width, device=device),
+            level=whole(1), tokens=whole(rows, width), log_probs=torch.zeros(rows, width, device=device),
             entering=torch.zeros(rows, width, fed.hidden, dtype=fed.dtype, device=device) if fed.hidden else None,
-            listed=whole(levels, rows, width * width), fed=whole(levels, rows, width),
-            reached=torch.zeros(levels, rows, width * width, device=device), ids=ids,
+            candidates=whole(levels, rows, width * width), fed=whole(levels, rows, width),
+            candidate_log_probs=torch.zeros(levels, rows, width * width, device=device), ids=ids,
         )  # fmt: skip
 
     @property
@@ -66,11 +64,11 @@ class TreeLevels(NamedTuple):
         """Start the first level from the logits at the roots and the states that the model left there."""
         width, device = self.width, logits.device  # [rows, vocab], [rows, hidden]
         self.level.zero_()
-        likeliest, reach = self._likeliest(logits)
+        likeliest, log_probs = self._likeliest(logits)
         self.tokens.copy_(likeliest)
-        self.reach.copy_(reach)
-        self.reached[0].fill_(-torch.inf)  # a root has only `width` candidates
-        self.listed[0, :, :width], self.reached[0, :, :width] = likeliest, reach
+        self.log_probs.copy_(log_probs)
+        self.candidate_log_probs[0].fill_(-torch.inf)  # a root has only `width` candidates
+        self.candidates[0, :, :width], self.candidate_log_probs[0, :, :width] = likeliest, log_probs
         self.fed[0].copy_(torch.arange(width, device=device).expand(self.rows, -1))
         if self.entering is not None and left is not None:
             self.entering.copy_(left[:, None].expand_as(self.entering))
@@ -88,15 +86,15 @@ class TreeLevels(NamedTuple):
         rows, width = self.rows, self.width  # [rows * width, vocab], [rows * width, hidden] -> [rows, width]
         likeliest, probs = self._likeliest(logits)
         probs = probs.view(rows, width, width)
-        reach = (self.reach[..., None] + probs).flatten(1)
-        best = reach.topk(width)
-        listed, parents = likeliest.view(rows, width * width), best.indices // width
-        self.level.add_(1).clamp_(max=len(self.listed) - 1)
-        self.listed.index_copy_(0, self.level, listed[None])
-        self.reached.index_copy_(0, self.level, reach[None])
+        log_probs = (self.log_probs[..., None] + probs).flatten(1)
+        best = log_probs.topk(width)
+        candidates, parents = likeliest.view(rows, width * width), best.indices // width
+        self.level.add_(1).clamp_(max=len(self.candidates) - 1)
+        self.candidates.index_copy_(0, self.level, candidates[None])
+        self.candidate_log_probs.index_copy_(0, self.level, log_probs[None])
         self.fed.index_copy_(0, self.level, best.indices[None])
-        self.tokens.copy_(listed.gather(1, best.indices))
-        self.reach.copy_(best.values)
+        self.tokens.copy_(candidates.gather(1, best.indices))
+        self.log_probs.copy_(best.values)
         if self.entering is not None and left is not None:
             states = left.view(rows, width, -1)
             self.entering.copy_(states.gather(1, parents[..., None].expand_as(states)))
@@ -104,14 +102,14 @@ class TreeLevels(NamedTuple):
 
     def numbers(self, depth: int, count: int, deepest: Tensor) -> Tensor:
         """Return the `count` likeliest candidates of each row, within its depth limit, and which nodes were fed."""
-        # deepest: [rows]; of each row: places, tokens and reach of the candidates, then what was fed at each level
+        # deepest: [rows]; of each row: places, tokens and log probabilities of candidates, then the nodes fed by level
         late = torch.arange(depth, device=deepest.device)[:, None] >= deepest  # [levels, rows]
-        reached = self.reached[:depth].masked_fill(late[..., None], -torch.inf)
-        best = reached.transpose(0, 1).flatten(1).topk(count)
-        tokens = self.listed[:depth].transpose(0, 1).flatten(1).gather(1, best.indices)
+        log_probs = self.candidate_log_probs[:depth].masked_fill(late[..., None], -torch.inf)
+        best = log_probs.transpose(0, 1).flatten(1).topk(count)
+        tokens = self.candidates[:depth].transpose(0, 1).flatten(1).gather(1, best.indices)
         fed = self.fed[:depth]
-        words = self.listed[:depth].gather(2, fed)
-        sides = [fed.transpose(0, 1).flatten(1), words.transpose(0, 1).flatten(1)]
+        fed_tokens = self.candidates[:depth].gather(2, fed)
+        sides = [fed.transpose(0, 1).flatten(1), fed_tokens.transpose(0, 1).flatten(1)]
         return torch.cat([t.double() for t in (best.indices, tokens, best.values, *sides)], dim=1)
 
 
@@ -154,35 +152,35 @@ class DeviceTree(NamedTuple):
 
     best: list[int]  # places of the likeliest candidates among those of all levels
     tokens: list[int]
-    reach: list[float]
+    log_probs: list[float]
     fed: list[list[int]]  # [levels]: which candidates of the level became its nodes
-    words: list[list[int]]  # [levels]: their tokens
+    fed_tokens: list[list[int]]  # [levels]: their tokens
 
     @classmethod
     def from_numbers(cls, numbers: list[float], count: int, depth: int, width: int) -> DeviceTree:
         """Read one row of `TreeLevels.numbers`."""
-        picked, tokens, reach = (numbers[i * count : (i + 1) * count] for i in range(3))
+        picked, tokens, log_probs = (numbers[i * count : (i + 1) * count] for i in range(3))
         rest = [[int(n) for n in numbers[at : at + width]] for at in range(3 * count, len(numbers), width)]
-        return cls([int(n) for n in picked], [int(n) for n in tokens], reach, rest[:depth], rest[depth:])
+        return cls([int(n) for n in picked], [int(n) for n in tokens], log_probs, rest[:depth], rest[depth:])
 
     def draft_tokens(self, shape: DraftShape) -> list[DraftToken]:
         size, place, found = shape.width**2, dict[int, int](), list[DraftToken]()
-        reached = dict(zip(self.best, self.reach, strict=True))
-        order = sorted(zip(self.best, self.tokens, strict=True), key=lambda c: (-reached[c[0]], c[0]))
+        log_probs = dict(zip(self.best, self.log_probs, strict=True))
+        order = sorted(zip(self.best, self.tokens, strict=True), key=lambda c: (-log_probs[c[0]], c[0]))
         for candidate, token in order[: shape.nodes]:
             level, rank = divmod(candidate, size)
             above = (level - 1) * size + self.fed[level - 1][rank // shape.width] if level else -1
-            if reached[candidate] == -math.inf or (level and above not in place):
+            if log_probs[candidate] == -math.inf or (level and above not in place):
                 continue
             place[candidate] = len(found)
-            prob = math.exp(reached[candidate] - reached.get(above, 0.0))
+            prob = math.exp(log_probs[candidate] - log_probs.get(above, 0.0))
             found.append(DraftToken(token, prob, place.get(above, -1)))
         return found
 
     def fed_after(self, root: int) -> Tree:
         """Return the tree of the nodes that were fed to the model."""
         tree, width = Tree([root]), len(self.fed[0])
-        for level, (chosen, words) in enumerate(zip(self.fed[:-1], self.words, strict=False)):
-            for candidate, word in zip(chosen, words, strict=True):
-                tree.add(1 + (level - 1) * width + candidate // width if level else 0, word)
+        for level, (chosen, tokens) in enumerate(zip(self.fed[:-1], self.fed_tokens, strict=False)):
+            for candidate, token in zip(chosen, tokens, strict=True):
+                tree.add(1 + (level - 1) * width + candidate // width if level else 0, token)
         return tree

@@ -17,7 +17,7 @@ from outpace.core.lm import DraftShape, DraftToken
 from outpace.core.tree import Tree
 from outpace.models.compiled import packing
 from outpace.models.compiled.graph_pass import BATCHES, Replay, capture, rounded
-from outpace.models.hf.module import recording
+from outpace.models.hf.module import STATE, recording
 from outpace.models.hf.stages import LayerSpan
 from outpace.models.segment import Segment
 from outpace.sampling.noise import words
@@ -173,9 +173,9 @@ class DraftChains:
 
         def advance() -> None:
             segments = torch.stack([first, live, base, length], dim=1)
-            given = runner.given(length, runner.attention(base + length, segments, bits, length))
+            given = runner.module_inputs(length, runner.attention(base + length, segments, bits, length))
             if state.entering is not None:
-                with recording(runner.module, (-1,)) as recorded:
+                with recording(runner.module, STATE) as recorded:
                     logits = runner.module(input_ids=token[None], features=state.entering[None], **given).logits[0]
                 state.entering.copy_(recorded[-1])
             elif self.span is None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from outpace.core.lm import DraftShape, DraftToken
 from outpace.core.tree import Tree
 from outpace.models.compiled import packing
-from outpace.models.compiled.device_tree import STATE, DeviceTrees, DraftDevice, TreeLevels
+from outpace.models.compiled.device_tree import DeviceTrees, DraftDevice, TreeLevels
 from outpace.models.compiled.graph_pass import BATCHES, rounded
 from outpace.models.hf.cache import SCRAP
-from outpace.models.hf.module import recording
+from outpace.models.hf.module import STATE, recording
 from outpace.models.segment import Segment
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class NodePlaces(NamedTuple):
     @classmethod
     def empty(cls, levels: TreeLevels) -> NodePlaces:
         batch, width, device = levels.rows, levels.width, levels.tokens.device
-        count = len(levels.listed)
+        count = len(levels.candidates)
         own = torch.zeros(count * width, packing.WORDS, dtype=torch.int64)
         for node in range(min(count * width, packing.LONGEST)):
             own[node, node // 64] = torch.tensor(1) << node % 64
@@ -134,7 +134,7 @@ class DraftTrees:
             positions = (length + levels.level).repeat_interleave(width)
             segments = torch.cat([torch.stack([first, live * width, base, length], dim=1), none])
             where, bits = (entries[:, None] + ranks).flatten(), place.bits.flatten(0, 1)
-            given = runner.given(positions, runner.attention(where, segments, bits, positions))
+            given = runner.module_inputs(positions, runner.attention(where, segments, bits, positions))
             if levels.entering is not None:
                 given["features"] = levels.entering.flatten(0, 1)[None]
             if levels.ids is not None:

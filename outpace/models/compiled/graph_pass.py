@@ -92,7 +92,7 @@ class Staging:
     def send(self) -> None:
         self.given.copy_(self._buffers[self._turn], non_blocking=True)
 
-    def sent(self) -> None:
+    def mark_in_use(self) -> None:
         """Mark the buffer as in use. Call this after the launch, since it looks up the stream, which takes a while."""
         self._read[self._turn].record()
 
@@ -104,13 +104,13 @@ class CapturedPass:
     replay: Replay[GraphOutputs]
     staging: Staging
     entering: Tensor | None  # [tokens, hidden]: input states of later layers, or features beside the tokens
-    read: Tensor  # [FOUND, tokens]: the choices on the host, pinned
+    host_choices: Tensor  # [FOUND, tokens]: the choices on the host, pinned
     key: GraphKey
 
     def launch(self) -> None:
         """Run the graph on the staged inputs."""
         self.replay()
-        self.staging.sent()
+        self.staging.mark_in_use()
 
     @property
     def outputs(self) -> GraphOutputs:

@@ -202,7 +202,7 @@ class CompiledModule(ModuleProxy):
             return self.inner(*args, **kwargs)
 
 
-def shortened(model: M) -> M:
+def with_int8_linears(model: M) -> M:
     """Return an uncompiled copy of a model, for a CPU, whose linear layers read int8 weights through our kernels."""
     ours = twin(model)
     for parent, name, child in int8.linears(ours):

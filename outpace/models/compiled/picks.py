@@ -24,7 +24,7 @@ class PickBuffer:
     """The choices of a pass that may still be running."""
 
     def __init__(self, captured: CapturedPass, count: int):
-        self._done, self._read = torch.cuda.Event(), captured.read[:, :count]
+        self._done, self._read = torch.cuda.Event(), captured.host_choices[:, :count]
         self._done.record()
 
     def wait(self) -> None:
@@ -124,7 +124,7 @@ class PickReader:
         return Picked([int(token) for token in tokens], best.tolist(), probs, on_device=False)
 
 
-def settled(output: SegmentOutput) -> SegmentOutput:
+def detached(output: SegmentOutput) -> SegmentOutput:
     """Wait for an output and copy it to memory that the next pass does not overwrite."""
     logits, picked = output.logits, output.picked
     picked = picked and Picked(picked.tokens, picked.best, picked.probs)

@@ -53,7 +53,7 @@ class SentAhead(NamedTuple):
     before: Picked  # choices of the pass before, which include the token that was fed
     output: SegmentOutput
 
-    def answers(self, segment: Segment) -> bool:
+    def matches(self, segment: Segment) -> bool:
         alike = segment.start == self.segment.start and not segment.pending and segment.pick == self.segment.pick
         return alike and segment.layout is not None and segment.layout.tokens == [self.before.device_tokens[-1]]
 
@@ -78,7 +78,7 @@ class PassAhead:
     def take(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput] | None:
         """Return the outputs for these segments if the pass was launched for them; else discard it and return None."""
         sent, self.slots = self.slots, {}
-        known = all(segment.slot in sent and sent[segment.slot].answers(segment) for segment in segments)
+        known = all(segment.slot in sent and sent[segment.slot].matches(segment) for segment in segments)
         return [sent[segment.slot].output for segment in segments] if taps == self.taps and known else None
 
     def drop(self, slot: int) -> None:

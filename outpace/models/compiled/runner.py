@@ -61,7 +61,7 @@ class CompiledRunner(ABC):
         self.stages = Stages(self.module)
         self.copies = copies or Bf16Copies()
         if lm.device.type == "cpu":
-            self.copies.shorten(self.module)
+            self.copies.replace_linears(self.module)
         self.compile_seconds = 0.0
         self.layer_kinds = compile_layers(self.module, lm.windows)
         self.drafts: SelfDraft = self
@@ -76,11 +76,11 @@ class CompiledRunner(ABC):
             runner = cls(lm, copies)
             lm.cache = runner.cache
             start = time.perf_counter()
-            problem = runner.tried()
+            problem = runner.failure()
             if problem is not None and any(kind.kept for kind in runner.layer_kinds):
                 for kind in runner.layer_kinds:
                     kind.forget()
-                problem = runner.tried()
+                problem = runner.failure()
             if not all(kind.kept for kind in runner.layer_kinds):
                 runner.compile_seconds = time.perf_counter() - start
             if problem is None:
@@ -109,7 +109,7 @@ class CompiledRunner(ABC):
     def extra_bytes(self) -> int:
         return self.copies.bytes
 
-    def tried(self) -> str | None:
+    def failure(self) -> str | None:
         """Return why compiled passes cannot be used, or None. Any compiler error counts; eager passes still work."""
         try:
             return self.check()
@@ -181,7 +181,7 @@ class CompiledRunner(ABC):
             for (keys, values), window in sides
         )
 
-    def given(self, positions: Tensor, plan: tuple[CompiledAttention, ...]) -> dict[str, Any]:
+    def module_inputs(self, positions: Tensor, plan: tuple[CompiledAttention, ...]) -> dict[str, Any]:
         """Return the arguments of the module besides the tokens of a pass."""
         return dict(position_ids=positions[None], past_key_values=self.cache, use_cache=True, attention_plan=plan)
 
@@ -206,7 +206,7 @@ class CompiledRunner(ABC):
             )
             self.most_tokens = 0
 
-    def runs_like_this(self, part: TransformersLM) -> None:
+    def install_on_slice(self, part: TransformersLM) -> None:
         type(self).install(part, self.copies)
 
     def attach(self, head: PreTrainedModel) -> TransformersLM:
@@ -214,7 +214,7 @@ class CompiledRunner(ABC):
         type(self).install(lm)
         return lm
 
-    def ready(self, head: Any) -> Any:
+    def prepare_head(self, head: Any) -> Any:
         return head
 
 

@@ -19,13 +19,13 @@ from outpace.core.lm import Context, Logits, MemoryNeed, Picked, Reference
 from outpace.core.tree import ROOT, Tree
 from outpace.errors import CacheFull, UnsupportedModel, UsageError
 from outpace.models.gguf.reference import LlamaReference
-from outpace.models.gguf.runtime import COMPANY, LEAST, BatchEntry, File, Runtime
+from outpace.models.gguf.runtime import DUMMY_SEQUENCE, LEAST, BatchEntry, File, Runtime
 from outpace.models.memory import free
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import SlotLM
 
 SLOTS = 64  # the first sequences are slots
-UNREAD = COMPANY - 1  # holds discarded cells; the sequences from SLOTS up to it are for branches
+UNREAD = DUMMY_SEQUENCE - 1  # holds discarded cells; the sequences from SLOTS up to it are for branches
 CELLS = 4096  # of a new cache
 
 

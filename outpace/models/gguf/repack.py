@@ -32,7 +32,7 @@ MANY = 48  # tokens that are compared in one call
 CONTEXT = 16  # tokens before the timed ones
 
 
-def faster(path: Path, offload: bool | None) -> File:
+def load_faster(path: Path, offload: bool | None) -> File:
     """Load the file with its weights in the order that is faster for single tokens."""
     key = _key(path, offload) if path.is_file() else {}
     known = _remembered(key)
@@ -48,13 +48,13 @@ def faster(path: Path, offload: bool | None) -> File:
     if other.paired or not _worth(kept, other):
         _remember(key, RepackTrial(0, paired=False))
         return kept
-    if _alike(other):
+    if _same_logits(other):
         other.together = BATCH
     _remember(key, RepackTrial(other.together, paired=False))
     return other
 
 
-def _alike(file: File) -> bool:
+def _same_logits(file: File) -> bool:
     """Return whether many tokens get the same logits in one call as in small calls, as with some weight types."""
     entries, results = [BatchEntry(i + 1, i, [0], True) for i in range(MANY)], list[Tensor]()
     for together in (file.together, BATCH):

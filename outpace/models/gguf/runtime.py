@@ -23,13 +23,13 @@ from outpace.sampling.top_k import top_k
 BATCH, PART = 2048, 512  # most tokens of a pass, and of the part of it that llama.cpp computes at a time
 FEW = 3  # most tokens of a call that reordered weights multiply one by one
 SEQUENCES = 256  # the most that llama.cpp can tell apart
-COMPANY = SEQUENCES - 1  # the last sequence: a dummy token in it keeps another one from being alone
+DUMMY_SEQUENCE = SEQUENCES - 1  # the last sequence: a dummy token in it keeps another one from being alone
 PROBE = tuple(range(1, 9))  # tokens
 LEAST = 256  # cells of llama.cpp's smallest cache
 FLASH = 1  # llama.cpp's constant for enabled flash attention
 
 
-class CacheNumbers(NamedTuple):
+class NumberFormat(NamedTuple):
     """A number format of the cache."""
 
     kind: int  # llama.cpp's constant for it
@@ -37,7 +37,7 @@ class CacheNumbers(NamedTuple):
     block: int  # numbers that are stored together
 
 
-F16, Q8_0, BF16 = CacheNumbers(1, 2.0, 1), CacheNumbers(8, 34 / 32, 32), CacheNumbers(30, 2.0, 1)
+F16, Q8_0, BF16 = NumberFormat(1, 2.0, 1), NumberFormat(8, 34 / 32, 32), NumberFormat(30, 2.0, 1)
 
 
 class BatchEntry(NamedTuple):
@@ -132,17 +132,17 @@ class File:
         return int(model.n_layer * self._head * model.n_head_kv * (self.keys.size + F16.size))
 
     @property
-    def keys(self) -> CacheNumbers:
+    def keys(self) -> NumberFormat:
         """The number format of keys: q8_0, or bfloat16 if a head's size is not a multiple of q8_0's block."""
         return BF16 if self._head % Q8_0.block else Q8_0
 
     @property
     def _head(self) -> int:
         """The size of a key."""
-        length = self.said(f"{self.said('general.architecture')}.attention.key_length")
+        length = self.metadata(f"{self.metadata('general.architecture')}.attention.key_length")
         return int(length) if length else self.model.n_embd // self.model.n_head
 
-    def said(self, key: str) -> str | None:
+    def metadata(self, key: str) -> str | None:
         """Return an entry of the file's metadata, or None."""
         try:
             return self.model.meta_val_str(key) or None
@@ -196,9 +196,9 @@ class Runtime:
         for entry in entries:
             self._batch.add(*entry)
         if self._paired and (len(entries) == 1 or sum(entry.wanted for entry in entries) == 1):
-            self._batch.add(entries[0].token, 0, [COMPANY], True)
+            self._batch.add(entries[0].token, 0, [DUMMY_SEQUENCE], True)
             self._context.decode(self._batch)
-            self.remove(COMPANY, 0)
+            self.remove(DUMMY_SEQUENCE, 0)
         else:
             self._context.decode(self._batch)
 

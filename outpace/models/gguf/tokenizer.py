@@ -14,7 +14,7 @@ from typing import Any
 
 from outpace.models.gguf.pipelines import PIPELINES
 from outpace.models.gguf.runtime import File, identity
-from outpace.models.gguf.tokenizer_cache import KeptTokenizer
+from outpace.models.gguf.tokenizer_cache import CachedTokenizer
 from outpace.storage.files import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ def _cached(file: File) -> Any:
     try:
         if not folder.is_dir():
             return None
-        if KeptTokenizer.fits(folder):
-            return KeptTokenizer(folder)
+        if CachedTokenizer.fits(folder):
+            return CachedTokenizer(folder)
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -94,14 +94,14 @@ def _transformers(file: File) -> Any:
         found = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
     finally:
         theirs.set_verbosity(level)
-    pipeline = PIPELINES.get(file.said("tokenizer.ggml.pre") or "")
+    pipeline = PIPELINES.get(file.metadata("tokenizer.ggml.pre") or "")
     return corrected(found, pipeline, _special(file)) if pipeline else found
 
 
 def _special(file: File) -> dict[str, int | None]:
     """Return the ids of the special tokens that the file names."""
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    values = {kind: file.said(f"tokenizer.ggml.{name}_token_id") for kind, name in names.items()}
+    values = {kind: file.metadata(f"tokenizer.ggml.{name}_token_id") for kind, name in names.items()}
     return {kind: None if token is None else int(token) for kind, token in values.items()}
 
 
@@ -110,7 +110,7 @@ class LlamaTokenizer:
 
     def __init__(self, file: File):
         self._file, self._vocab = file, file.tokens
-        self.chat_template = file.said("tokenizer.chat_template")
+        self.chat_template = file.metadata("tokenizer.chat_template")
         self.eos_token_id: int = self._vocab.token_eos()
         self._guard = self.encode("a", False)  # decoded in front, because llama.cpp drops leading spaces
 

@@ -1,4 +1,4 @@
-"""KeptTokenizer: a saved Transformers tokenizer, used without importing Transformers, which takes half a second.
+"""CachedTokenizer: a saved Transformers tokenizer, used without importing Transformers, which takes half a second.
 
 For anything that it does not implement, it loads and calls the complete tokenizer.
 """
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class KeptTokenizer:
+class CachedTokenizer:
     """A fast tokenizer in a folder that `save_pretrained` wrote."""
 
     def __init__(self, folder: Path):

@@ -58,7 +58,7 @@ class BitwiseRunner(EagerRunner):
     def _pass(self, segments: Seq[Segment], nodes: list[int]) -> Tensor:  # [nodes, vocab]
         return super()._pass(segments, list(range(TOKENS)))[nodes]  # the head needs a fixed shape too
 
-    def runs_like_this(self, part: TransformersLM) -> None:
+    def install_on_slice(self, part: TransformersLM) -> None:
         part.runner = BitwiseRunner(part)
 
 

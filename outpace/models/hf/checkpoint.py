@@ -45,7 +45,7 @@ def save(model: PreTrainedModel, layers: Seq[int], tokenizer: Any, folder: Path,
         raise OutpaceError(f"cannot write to {str(folder.parent)!r}: {error}") from error
     with scratch as path:
         written = Path(path) / "checkpoint"
-        narrowed(part, shortest(part)).save_pretrained(written)
+        converted(part, smallest_dtype(part)).save_pretrained(written)
         if tokenizer is not None:
             tokenizer.save_pretrained(written)
         (written / "README.md").write_text(note, encoding="utf-8")
@@ -70,7 +70,7 @@ def part_of(model: PreTrainedModel, layers: Seq[int]) -> PreTrainedModel:
     return part
 
 
-def shortest(model: PreTrainedModel) -> torch.dtype:
+def smallest_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return a 16-bit dtype if that loses nothing: a checkpoint loaded as float32 often holds only 16 bits."""
     given = list(model.parameters())
     for dtype in (torch.bfloat16, torch.float16) if model.dtype.itemsize > 2 else ():
@@ -79,7 +79,7 @@ def shortest(model: PreTrainedModel) -> torch.dtype:
     return model.dtype
 
 
-def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def converted(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Convert the model to this dtype; parameters that already have it are shared."""
     given = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, given)  # type: ignore[arg-type]

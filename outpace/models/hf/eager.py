@@ -17,7 +17,7 @@ from outpace.errors import UnsupportedModel
 from outpace.models.hf.attention import NAME, EagerAttention
 from outpace.models.hf.module import recording
 from outpace.models.hf.stages import LayerSpan, Stage, StageOutputs
-from outpace.models.segment import Segment, SegmentOutput, joined
+from outpace.models.segment import Segment, SegmentOutput, packed_features
 from outpace.models.slots import CHUNK
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ class Runner(Protocol):
     def weights_changed(self) -> None:
         """Handle weights that have changed in place."""
 
-    def runs_like_this(self, part: TransformersLM) -> None:
+    def install_on_slice(self, part: TransformersLM) -> None:
         """Make a slice of the model use the same kind of runner."""
 
     def attach(self, head: PreTrainedModel) -> TransformersLM:
         """Return a head that drafts one token per step as a model with the same kind of runner."""
 
-    def ready(self, head: Any) -> Any:
+    def prepare_head(self, head: Any) -> Any:
         """Return a head that drafts several tokens at once in the form that runs fastest beside this model."""
 
 
@@ -95,7 +95,7 @@ class EagerRunner:
         ids, positions = self.ids_and_positions(segments).to(self.lm.device)
         plan = EagerAttention(self.lm.cache, segments, self.lm.windows, self.lm.device, self.alone)
         given = dict(position_ids=positions[None], past_key_values=self.lm.cache, use_cache=True, attention_plan=plan)
-        return ids, given | joined(segments, len(ids))
+        return ids, given | packed_features(segments, len(ids))
 
     def ids_and_positions(self, segments: Seq[Segment]) -> Tensor:  # [2, tokens of all segments]
         ids = [token for segment in segments for token in segment.tokens]
@@ -115,7 +115,7 @@ class EagerRunner:
     def weights_changed(self) -> None:
         """Do nothing: this runner has no copies of weights."""
 
-    def runs_like_this(self, part: TransformersLM) -> None:
+    def install_on_slice(self, part: TransformersLM) -> None:
         """Do nothing: a new slice already runs eagerly."""
 
     def attach(self, head: PreTrainedModel) -> TransformersLM:
@@ -123,7 +123,7 @@ class EagerRunner:
 
         return HeadLM.of_head(head)
 
-    def ready(self, head: Any) -> Any:
+    def prepare_head(self, head: Any) -> Any:
         return head
 
 

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from outpace.core.lm import Context
 from outpace.models.hf.lm import TransformersLM
+from outpace.models.hf.module import STATE
 from outpace.models.segment import Segment, SegmentOutput, common_prefix
-
-STATE = (-1,)  # the tap of the state that a head feeds back
 
 
 class HeadLM(TransformersLM):

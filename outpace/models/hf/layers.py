@@ -37,7 +37,7 @@ class TransformersLayers:
             return self.lm.sliced(layers)
         if tuple(layers) not in self.slices:
             part = self.slices[tuple(layers)] = self.lm.sliced(layers)
-            self.lm.runner.runs_like_this(part)
+            self.lm.runner.install_on_slice(part)
         return self.slices[tuple(layers)]
 
     def early_exit(self, count: int) -> LM | None:
@@ -72,8 +72,8 @@ class TransformersStates:
     def attach(self, head: Any) -> LM:
         return self.lm.runner.attach(head)
 
-    def ready(self, head: Any) -> Any:
-        return self.lm.runner.ready(head)
+    def prepare_head(self, head: Any) -> Any:
+        return self.lm.runner.prepare_head(head)
 
 
 class TransformersWeights:
@@ -115,7 +115,7 @@ def resume(runner: Runner, count: int, segments: Seq[Segment]) -> list[SegmentOu
             done = segment.resumed
             if done is not None and done.layers == span.first:
                 states[i] = torch.cat([done.states, states[i]]) if i in states else done.states
-            part = segment if done is None or done.layers <= span.first else segment.fresh()
+            part = segment if done is None or done.layers <= span.first else segment.remainder()
             if part is not None:
                 parts[i] = part
         if not parts:

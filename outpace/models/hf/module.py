@@ -16,6 +16,7 @@ from outpace.core.lm import Embeddings
 from outpace.errors import UnsupportedModel, UsageError
 
 M = TypeVar("M", bound=nn.Module)
+STATE = (-1,)  # the tap of the state that a draft feeds back to itself: the last one
 
 
 def twin(model: M) -> M:

@@ -25,7 +25,7 @@ from outpace.models.hf.reference import ModelReference
 from outpace.models.hf.tolerance import apart
 from outpace.models.memory import weights
 from outpace.models.segment import Segment, SegmentOutput
-from outpace.models.slots import RIDE, SlotLM
+from outpace.models.slots import MAX_DEFERRED, SlotLM
 
 PROBE = 16  # context tokens when a model is probed
 
@@ -166,7 +166,7 @@ class SnapshotLM(SlotLM):
     def keep_slot(self, index: int, path: list[int]) -> None:
         self._cut_back(index, path)
         slot = self.slots[index]
-        while len(slot.pending) > RIDE:
+        while len(slot.pending) > MAX_DEFERRED:
             self._run([Segment(index, slot.length, slot.pending[: self.chunk])])
 
     def _cut_back(self, index: int, path: list[int]) -> None:
@@ -269,7 +269,7 @@ class SnapshotStates:
     def attach(self, head: PreTrainedModel) -> LM:
         return HeadLM.of_head(head)
 
-    def ready(self, head: Any) -> Any:
+    def prepare_head(self, head: Any) -> Any:
         return head
 
 

@@ -69,7 +69,7 @@ def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = BLOC
 
 @jit
 def _chunk(
-    logits, words, temperature, scores, winners, facts, vocab, stride, w0, w1, t0,
+    logits, words, temperatures, scores, winners, facts, vocab, stride, w0, w1, t0,
     BLOCK: constexpr, INVERSE: constexpr, EARLY: constexpr,
 ):  # fmt: skip
     """Find the best token of one chunk of one row."""
@@ -83,35 +83,36 @@ def _chunk(
     place, apart = row * tl.num_programs(1) + chunk, tl.num_programs(0) * tl.num_programs(1)
     largest = tl.max(x, 0)
     tl.store(facts + place, tl.where(bad, float("nan"), largest).to(tl.float32))
-    heat = tl.load(temperature + row * t0)
-    if heat == 0:
-        warm, top = x, tl.where(largest == largest, largest, float("-inf")).to(tl.float64)
+    temperature = tl.load(temperatures + row * t0)
+    if temperature == 0:
+        scaled, top = x, tl.where(largest == largest, largest, float("-inf")).to(tl.float64)
         winner = tl.min(tl.where(x == largest, token, vocab - 1), 0)  # the first one on a tie
     else:
-        warm = cooled(x, heat.to(x.dtype), INVERSE)
-        score = warm.to(tl.float64) + gumbel(token, words + row * w0, w1)
+        scaled = divided(x, temperature.to(x.dtype), INVERSE)
+        score = scaled.to(tl.float64) + gumbel(token, words + row * w0, w1)
         score = tl.where(score == score, score, float("-inf"))
         top = tl.max(score, 0)
         winner = tl.min(tl.where(score == top, token, vocab - 1), 0)
     tl.store(scores + place, top)
     tl.store(winners + place, winner)
-    warm = warm.to(tl.float32)
-    warm = tl.where(warm < float("inf"), warm, float("-inf"))  # the largest logit already reports non-finite values
-    peak = tl.max(warm, 0)
-    mass = tl.sum(tl.exp(warm - tl.where(peak == float("-inf"), 0.0, peak)), 0)
+    scaled = scaled.to(tl.float32)
+    # The largest logit already reports non-finite values.
+    scaled = tl.where(scaled < float("inf"), scaled, float("-inf"))
+    peak = tl.max(scaled, 0)
+    mass = tl.sum(tl.exp(scaled - tl.where(peak == float("-inf"), 0.0, peak)), 0)
     tl.store(facts + apart + place, peak)
     tl.store(facts + 2 * apart + place, mass)
-    tl.store(facts + 3 * apart + place, tl.max(tl.where(token == winner, warm, float("-inf")), 0))
+    tl.store(facts + 3 * apart + place, tl.max(tl.where(token == winner, scaled, float("-inf")), 0))
 
 
 @jit
-def cooled(x, heat, INVERSE: constexpr):
+def divided(x, temperature, INVERSE: constexpr):
     """Divide `x` by the temperature, in the dtype of x, bit for bit as PyTorch does."""
-    one = heat * 0 + 1
+    one = temperature * 0 + 1
     if x.dtype == tl.float64:
-        return x * (one / heat) if INVERSE else x / heat
+        return x * (one / temperature) if INVERSE else x / temperature
     else:  # the plain float32 division is approximate
-        return x * tl.div_rn(one, heat) if INVERSE else tl.div_rn(x, heat + tl.zeros_like(x))
+        return x * tl.div_rn(one, temperature) if INVERSE else tl.div_rn(x, temperature + tl.zeros_like(x))
 
 
 @jit

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.kernels import sample
-from outpace.models.kernels.sample import cooled, gumbel
+from outpace.models.kernels.sample import divided, gumbel
 from outpace.models.kernels.triton_runtime import begin, constexpr, early, jit, power, tl
 
 MOST = 1024  # the most tokens of a row that are sorted
@@ -85,11 +85,11 @@ def _top(facts, row, rows, chunks, CHUNKS: constexpr):
 
 
 @jit
-def _logits(logits, temperature, row, token, vocab, x0, t0, INVERSE: constexpr):
+def _logits(logits, temperatures, row, token, vocab, x0, t0, INVERSE: constexpr):
     """Load a chunk of a row, after the temperature; greedy rows (temperature 0) have no filters and are not read."""
     x = tl.load(logits + row.to(tl.int64) * x0 + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + row * t0).to(tl.float32)
-    return cooled(x, tl.where(heat == 0, 1.0, heat), INVERSE) + 0.0  # turns -0.0 into 0.0
+    temperature = tl.load(temperatures + row * t0).to(tl.float32)
+    return divided(x, tl.where(temperature == 0, 1.0, temperature), INVERSE) + 0.0  # turns -0.0 into 0.0
 
 
 @jit
@@ -112,7 +112,7 @@ def _within(counts, row, chunks, CHUNKS: constexpr, LEVELS: constexpr, MOST: con
 
 @jit
 def _levels(
-    logits, temperature, limits, facts, counts, levels, vocab, x0, t0, l0, l1,
+    logits, temperatures, limits, facts, counts, levels, vocab, x0, t0, l0, l1,
     BLOCK: constexpr, INVERSE: constexpr, CHUNKS: constexpr, LEVELS: constexpr, STEPS: constexpr, EARLY: constexpr,
 ):  # fmt: skip
     """Store the level of each token of a chunk, and the count per level; computed twice, levels might differ."""
@@ -120,7 +120,7 @@ def _levels(
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     begin(EARLY)
     if _filtered(limits, row, l0, l1):
-        x = _logits(logits, temperature, row, token, vocab, x0, t0, INVERSE)
+        x = _logits(logits, temperatures, row, token, vocab, x0, t0, INVERSE)
         level = _level(x, _top(facts, row, rows, chunks, CHUNKS), LEVELS, STEPS)
         tl.store(levels + row.to(tl.int64) * vocab + token, level.to(tl.int8), mask=token < vocab)
         found = tl.histogram(level, LEVELS)
@@ -129,7 +129,7 @@ def _levels(
 
 @jit
 def _collect(
-    logits, temperature, limits, counts, levels, entries, vocab, x0, t0, l0, l1,
+    logits, temperatures, limits, counts, levels, entries, vocab, x0, t0, l0, l1,
     BLOCK: constexpr, INVERSE: constexpr, CHUNKS: constexpr, LEVELS: constexpr, MOST: constexpr, EARLY: constexpr,
 ):  # fmt: skip
     """Collect the tokens of a chunk that are likely enough, as integers that sort by logit and then by token."""
@@ -140,7 +140,7 @@ def _collect(
         found, within = _within(counts, row, chunks, CHUNKS, LEVELS, MOST)
         before = (tl.arange(0, CHUNKS) < chunk)[:, None] & (tl.arange(0, LEVELS) < within)[None, :]
         start = tl.sum(tl.sum(tl.where(before, found, 0), 1), 0)
-        x = _logits(logits, temperature, row, token, vocab, x0, t0, INVERSE)
+        x = _logits(logits, temperatures, row, token, vocab, x0, t0, INVERSE)
         level = tl.load(levels + row.to(tl.int64) * vocab + token, mask=token < vocab, other=LEVELS - 1)
         mine = level.to(tl.int32) < within
         bits = x.to(tl.int32, bitcast=True)

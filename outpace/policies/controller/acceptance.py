@@ -17,7 +17,7 @@ Kind = tuple[str, int, int]  # source, bin of the drafter's own probability, buc
 EDGES = (0.03, 0.08, 0.17, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95)  # edges of the bins
 CAUTION = 0.85  # factor on a drafter's own probability, assumed to be a little too high until there are observations
 PRIORS = [CAUTION * (low + high) / 2 for low, high in zip((0, *EDGES), (*EDGES, 1), strict=True)]
-UNSAID, UNKNOWN = -1, 0.2  # bin and prior of a draft token without a probability of its own
+NO_PROBABILITY, UNKNOWN = -1, 0.2  # bin and prior of a draft token without a probability of its own
 LEVELS = 12  # maximum depth of a draft model
 LEVEL, DRAFTED = -2, 0.6  # bin and prior of "a draft model matches at this depth", at any probability
 DEPTHS = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # bucket of each depth; all deeper ones are in the last
@@ -31,7 +31,7 @@ BY_DEPTH = "by depth: "  # prefix of the name of a draft model, for the bias of 
 
 
 def kind(source: str, prob: float | None, depth: int) -> Kind:
-    return source, UNSAID if prob is None else bisect(EDGES, prob), DEPTHS[min(depth, len(DEPTHS) - 1)]
+    return source, NO_PROBABILITY if prob is None else bisect(EDGES, prob), DEPTHS[min(depth, len(DEPTHS) - 1)]
 
 
 def level(source: str, depth: int) -> Kind:
@@ -54,7 +54,7 @@ class AcceptanceModel:
 
     def _estimate(self, kind: Kind) -> float:
         source, place, _ = kind
-        prob = PRIORS[place] if place >= 0 else UNKNOWN if place == UNSAID else DRAFTED
+        prob = PRIORS[place] if place >= 0 else UNKNOWN if place == NO_PROBABILITY else DRAFTED
         strength = LEVEL_STRENGTH if place == LEVEL else STRENGTH
         for group in ((source, place), kind):  # from the general to the specific
             seen = self._seen.get(group)
@@ -75,23 +75,23 @@ class AcceptanceModel:
 class RequestBias:
     """The bias of one source in one request: its judged, accepted and expected draft tokens."""
 
-    __slots__ = ("expected", "judged", "odds", "right", "strength")
+    __slots__ = ("accepted", "expected", "judged", "odds", "strength")
 
     def __init__(self, strength: float = LOCAL_STRENGTH) -> None:
         self.strength = strength  # weight of the prior, in draft tokens
-        self.judged = self.right = self.expected = 0.0
+        self.judged = self.accepted = self.expected = 0.0
         self.odds = 1.0  # odds of acceptance in this request relative to all requests
 
     def prob(self, elsewhere: float) -> float:
         return elsewhere * self.odds / (1 - elsewhere + elsewhere * self.odds)
 
-    def learn(self, judged: int, right: int, expected: float) -> None:
+    def learn(self, judged: int, accepted: int, expected: float) -> None:
         """Add the results at one position of the text."""
         self.judged = LOCAL_KEPT * self.judged + judged
-        self.right = LOCAL_KEPT * self.right + right
+        self.accepted = LOCAL_KEPT * self.accepted + accepted
         self.expected = LOCAL_KEPT * self.expected + expected
-        good = (self.right + self.strength) / (self.expected + self.strength)
-        bad = (self.judged - self.right + self.strength) / (self.judged - self.expected + self.strength)
+        good = (self.accepted + self.strength) / (self.expected + self.strength)
+        bad = (self.judged - self.accepted + self.strength) / (self.judged - self.expected + self.strength)
         self.odds = good / bad
 
 
@@ -123,26 +123,26 @@ class RequestHistory:
         if len(proposal.tree) > 1:
             self.proposals = [*self.proposals[1 - most :], proposal]
 
-    def judge(self, token: int, calibrator: AcceptanceModel, model: str | None) -> None:
+    def judge(self, token: int, acceptance: AcceptanceModel, model: str | None) -> None:
         """Judge all draft tokens at this position, verified or not, by the next token of the text."""
         alive = []
         for proposal in self.proposals:
             chosen = proposal.tree.child(proposal.node, token)
-            self._judge(proposal, chosen, calibrator)
+            self._judge(proposal, chosen, acceptance)
             if model is not None:
-                self._judge_level(proposal, chosen, calibrator, model)
+                self._judge_level(proposal, chosen, acceptance, model)
             if chosen is not None:
                 proposal.node, proposal.depth = chosen, proposal.depth + 1
                 alive.append(proposal)
         self.proposals = alive
 
-    def _judge(self, proposal: Proposal, chosen: int | None, calibrator: AcceptanceModel) -> None:
+    def _judge(self, proposal: Proposal, chosen: int | None, acceptance: AcceptanceModel) -> None:
         counts: dict[str, list[float]] = {}
         for child in proposal.tree.children(proposal.node):
             if child >= len(proposal.kinds):
                 break  # added by a verifier
             kind = proposal.kinds[child]
-            calibrator.learn(kind, child == chosen)
+            acceptance.learn(kind, child == chosen)
             count = counts.setdefault(kind[0], [0, 0, 0.0])
             count[0] += 1
             count[1] += child == chosen
@@ -150,15 +150,15 @@ class RequestHistory:
         for source, (judged, right, expected) in counts.items():
             self.bias(source).learn(int(judged), int(right), expected)
 
-    def _judge_level(self, proposal: Proposal, chosen: int | None, calibrator: AcceptanceModel, model: str) -> None:
+    def _judge_level(self, proposal: Proposal, chosen: int | None, acceptance: AcceptanceModel, model: str) -> None:
         """Learn whether any token of the draft model matched at this depth."""
         tree = proposal.tree
         if any(child in tree.signals for child in tree.children(proposal.node)):
             at = level(model, proposal.depth + 1)
             right = chosen is not None and chosen in tree.signals
-            self.bias(BY_DEPTH + model).learn(1, int(right), calibrator.prob(at))
-            calibrator.learn(at, right)
+            self.bias(BY_DEPTH + model).learn(1, int(right), acceptance.prob(at))
+            acceptance.learn(at, right)
 
-    def level(self, calibrator: AcceptanceModel, model: str, depth: int) -> float:
+    def level(self, acceptance: AcceptanceModel, model: str, depth: int) -> float:
         """Return the probability that the draft model matches at this depth, if it matched at all lower depths."""
-        return self.bias(BY_DEPTH + model).prob(calibrator.prob(level(model, depth)))
+        return self.bias(BY_DEPTH + model).prob(acceptance.prob(level(model, depth)))

@@ -32,7 +32,7 @@ class RequestPause:
     """The pause of one request."""
 
     left: int = 0  # passes until it drafts again
-    pause: int = 0  # length of the last pause in passes; 0: its last draft paid, or it has never paused
+    length: int = 0  # of the last pause in passes; 0: its last draft paid, or it has never paused
     since: int = 0  # number of the pass in which the pause began
 
 
@@ -47,31 +47,31 @@ class Backoff:
         self._sampled = 0  # counts samples, to rotate them
         self._skipped = list[RequestPause]()  # requests outside the sample of this pass
 
-    def resting(self, request: RequestPause) -> bool:
+    def is_paused(self, request: RequestPause) -> bool:
         return request.left > 0 and request.since >= self._woken
 
-    def sample(self, requests: Seq[RequestPause]) -> None:
+    def choose_sample(self, requests: Seq[RequestPause]) -> None:
         """Before a pass, while nothing pays, let only a sample of a large batch draft. New requests wait for it."""
         self._skipped = []
         if self._pays or not self._pause or len(requests) <= SAMPLE:
             return
-        due = [request for request in requests if not self.resting(request)]
+        due = [request for request in requests if not self.is_paused(request)]
         stride = len(due) // SAMPLE
-        if len(due) < len(requests) and all(request.pause == 0 for request in due):
+        if len(due) < len(requests) and all(request.length == 0 for request in due):
             for request in due:
                 self._begin(request, self._pause)
         elif stride > 1:
             self._skipped = [request for i, request in enumerate(due) if (i + self._sampled) % stride]
             self._sampled += 1
             for request in self._skipped:
-                self._begin(request, max(request.pause, self._pause))
+                self._begin(request, max(request.length, self._pause))
                 request.left = max(request.left, 1)  # at least for this pass
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         """Count a new pass."""
         self._passes += 1
 
-    def settle(
+    def update(
         self, requests: Seq[RequestPause], gains: Seq[float], batch_size: int, exposed: float, longest: int
     ) -> None:
         """Update the pauses after drafting: `gains` are the seconds saved by each request that drafted.
@@ -85,10 +85,10 @@ class Backoff:
             self._woken = self._passes
         for request, gain in zip(requests, gains, strict=True):
             if self._pays and gain > 0:
-                request.pause = 0
+                request.length = 0
             else:
-                self._begin(request, _round(min(longest, LONGEST, 2 * request.pause + max(1, batch_size // 2))))
-                self._pause = request.pause
+                self._begin(request, _round(min(longest, LONGEST, 2 * request.length + max(1, batch_size // 2))))
+                self._pause = request.length
         for request in self._skipped if not self._pays else ():  # pause as long as the sample
             self._begin(request, self._pause)
 
@@ -96,7 +96,7 @@ class Backoff:
         """Begin a pause that ends at a multiple of its period, and not before half of it is over."""
         half = pause // 2
         request.left = pause - (self._passes + half) % (pause + 1) + half
-        request.pause, request.since = pause, self._passes
+        request.length, request.since = pause, self._passes
 
 
 def _round(pause: int) -> int:

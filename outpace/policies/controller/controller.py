@@ -21,7 +21,7 @@ from outpace.errors import UsageError
 from outpace.policies.controller.acceptance import LEVELS, AcceptanceModel, Proposal, RequestHistory, kind
 from outpace.policies.controller.backoff import Backoff, RequestPause
 from outpace.policies.controller.costs import Costs
-from outpace.policies.controller.selection import RESTING, PassOffer, RequestPlan, likeliest
+from outpace.policies.controller.selection import PAUSED, PassOffer, RequestPlan, likeliest
 from outpace.policies.controller.timing import PassTimer, Timing
 
 POOL = 128  # maximum number of draft tokens over all requests of a pass
@@ -31,7 +31,7 @@ IDLE = 0.005  # share of pass time that drafting may cost while no draft token i
 PROBING = 0.01  # share of total time that trying a draft model may cost while it does not pay
 FIRST_WAIT = 16  # tokens until a draft model that did not pay is tried again; doubled each time
 PROBE = 2  # levels that a trial drafts
-GUESSED_LEVEL = 0.2  # cost of a draft model level in target passes, until it is measured
+ASSUMED_LEVEL_COST = 0.2  # cost of a draft model level in target passes, until it is measured
 FOLLOW, FOLLOW_ALL = 0.15, 0.02  # weight of the newest pass in the averages of one request and of all
 
 
@@ -39,11 +39,11 @@ FOLLOW, FOLLOW_ALL = 0.15, 0.02  # weight of the newest pass in the averages of 
 class RequestState(RequestHistory):
     """The state that the controller keeps for one request."""
 
-    rest: RequestPause = field(default_factory=RequestPause)
+    pause: RequestPause = field(default_factory=RequestPause)
     worth: float | None = None  # seconds that drafting saves per pass, on average
     alone: float = 1.0  # speed-up without the draft model, on average
     wait: int = FIRST_WAIT  # tokens between two trials of the draft model
-    asked_at: int | None = None  # length of the text when the draft model was last called
+    called_at: int | None = None  # length of the text when the draft model was last called
     probing: bool = False  # the draft model is tried in this pass
     drafted: bool = False  # the draft model has read the prompt
     unpaid: bool = False  # the draft model was not worth calling in this pass
@@ -57,7 +57,7 @@ class Controller(Policy):
 
     costs: Costs | None = None  # of the target, set by `Model`; None: use the drafter's own budget
     margin: float = 0.01  # ignore expected speed-ups below this share
-    _calibrator: AcceptanceModel = field(default_factory=AcceptanceModel, init=False, repr=False)
+    _acceptance: AcceptanceModel = field(default_factory=AcceptanceModel, init=False, repr=False)
     _measured: Timing | None = field(default=None, init=False, repr=False)
     _worth: float | None = field(default=None, init=False, repr=False)  # average of `worth` over all requests
     _batch_size: int = field(default=1, init=False, repr=False)  # of the current pass
@@ -73,7 +73,7 @@ class Controller(Policy):
             raise UsageError(f"margin={self.margin} is out of range")
 
     @property
-    def _meter(self) -> Timing:
+    def _timing(self) -> Timing:
         if self._measured is None:
             assert self.costs is not None, "decisions need costs"
             self._measured = Timing(self.costs)
@@ -89,8 +89,8 @@ class Controller(Policy):
     def budgets(self, seqs: Seq[Sequence], batch_size: int) -> list[Budget]:
         if self.costs is not None:
             self._batch_size = batch_size
-            self._backoff.sample(
-                [seq.state(self, RequestState).rest for seq in seqs if seq.drafter.model_source is None]
+            self._backoff.choose_sample(
+                [seq.state(self, RequestState).pause for seq in seqs if seq.drafter.model_source is None]
             )
         return super().budgets(seqs, batch_size)
 
@@ -98,9 +98,9 @@ class Controller(Policy):
         if self.costs is None:
             return super().budget(seq)
         state, source = seq.state(self, RequestState), seq.drafter.model_source
-        resting = self._backoff.resting(state.rest)
-        if resting and source is None:
-            state.rest.left -= 1
+        paused = self._backoff.is_paused(state.pause)
+        if paused and source is None:
+            state.pause.left -= 1
             return OFF
         base = super().budget(seq)
         if not base.depth:
@@ -112,8 +112,8 @@ class Controller(Policy):
             if levels:
                 nodes = max(min(base.nodes, nodes), depth) if self.nodes is None else base.nodes
                 return Budget(depth, nodes, base.width, levels)
-        if resting:
-            state.rest.left -= 1
+        if paused:
+            state.pause.left -= 1
             return OFF
         return Budget(base.depth, min(base.nodes, nodes), base.width, None if source is None else 0)
 
@@ -122,35 +122,35 @@ class Controller(Policy):
             return super().idle(seq)
         state = seq.state(self, RequestState)
         off = seq.drafter.model_source is None
-        if state.unpaid and state.asked_at is not None:
-            off = len(seq.tokens) + 1 - state.asked_at < state.wait
-        return off and self._backoff.resting(state.rest)
+        if state.unpaid and state.called_at is not None:
+            off = len(seq.tokens) + 1 - state.called_at < state.wait
+        return off and self._backoff.is_paused(state.pause)
 
     def _levels(self, seq: Sequence, state: RequestState, source: str, most: int) -> int:
         """Return the levels to draft with the draft model: all if it pays, few if a trial is due, otherwise 0."""
-        price, batch_size = self._meter.prices(self._batch_size, len(seq.tokens)), self._batch_size
+        price, batch_size = self._timing.pass_cost(self._batch_size, len(seq.tokens)), self._batch_size
         plain, level = price(0), self._level(price)
         reach, tokens, best, deepest = 1.0, 1.0, 0.0, 0
         for depth in range(1, most + 1):
-            reach *= state.level(self._calibrator, source, depth)
+            reach *= state.level(self._acceptance, source, depth)
             tokens += reach
             speedup = tokens * plain / (price(batch_size * depth) + depth * level + self._call_time)
             best, deepest = max((best, deepest), (speedup, depth))
         state.reach, state.tokens, state.probing, state.unpaid = 1.0, 1.0, False, False
         if best > max(1.0, state.alone) * (1 + self.margin):
-            state.wait, state.asked_at = FIRST_WAIT, len(seq.tokens)
+            state.wait, state.called_at = FIRST_WAIT, len(seq.tokens)
             return deepest if self._unseen else most
-        if state.asked_at is None:
-            state.asked_at = len(seq.tokens)
+        if state.called_at is None:
+            state.called_at = len(seq.tokens)
         cost = (
             (PROBE + 1) * level + price(batch_size * PROBE) - plain
         )  # one level more to read the tokens it has missed
-        waited = len(seq.tokens) - state.asked_at >= state.wait
-        if not waited or self._probed + cost > PROBING * self._meter.elapsed:
+        waited = len(seq.tokens) - state.called_at >= state.wait
+        if not waited or self._probed + cost > PROBING * self._timing.elapsed:
             state.unpaid = True
             return 0
         self._probed += cost
-        state.wait, state.asked_at, state.probing = 2 * state.wait, len(seq.tokens), True
+        state.wait, state.called_at, state.probing = 2 * state.wait, len(seq.tokens), True
         return min(PROBE, most)
 
     def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
@@ -159,29 +159,29 @@ class Controller(Policy):
         if self.costs is None or source is None:
             return True
         state, batch_size, self._unseen = seq.state(self, RequestState), self._batch_size, False
-        seen = self._calibrator.prob(kind(source, signal.prob, depth))
+        seen = self._acceptance.prob(kind(source, signal.prob, depth))
         state.reach *= state.bias(source).prob(seen)
         state.tokens += state.reach
-        price = self._meter.prices(batch_size, len(seq.tokens))
+        price = self._timing.pass_cost(batch_size, len(seq.tokens))
         now, then = (price(batch_size * d) + d * self._level(price) for d in (depth, depth + 1))
-        gain = state.reach * state.level(self._calibrator, source, depth + 1)
+        gain = state.reach * state.level(self._acceptance, source, depth + 1)
         return state.probing or gain * (now + self._call_time) >= state.tokens * (then - now)
 
     @property
     def _call_time(self) -> float:
         # Seconds to call the drafters of all requests, without draft models.
-        return self._batch_size * self._meter.asking.get(0.0)
+        return self._batch_size * self._timing.call_time.get(0.0)
 
     def _level(self, price: Callable[[int], float]) -> float:
-        return self._meter.level.get(GUESSED_LEVEL * price(0))
+        return self._timing.level.get(ASSUMED_LEVEL_COST * price(0))
 
     # After drafting
 
     def select(self, seqs: Seq[Sequence], drafts: Seq[Any], budgets: Seq[Budget], batch_size: int) -> Seq[Layout]:
         if self.costs is None:
             return super().select(seqs, drafts, budgets, batch_size)
-        meter, size, trees = self._meter, batch_size, drafts
-        self._backoff.begin()
+        timing, size, trees = self._timing, batch_size, drafts
+        self._backoff.begin_pass()
         context = sum(len(seq.tokens) for seq in seqs) // len(seqs)
         found, whole = list(trees), len(seqs) == size  # otherwise the pass includes requests of other policies
         plans: dict[int, RequestPlan] = {}
@@ -189,20 +189,20 @@ class Controller(Policy):
             if budget.depth and budget.nodes:
                 plans[i] = self._plan(seqs[i], tree, budget)
             else:
-                tree.decision = RESTING
+                tree.decision = PAUSED
         if not plans:
-            meter.start(PassTimer(0, 0, size * whole, self._bare and _overlaps(seqs[0])), size, context)
+            timing.start(PassTimer(0, 0, size * whole, self._bare and _overlaps(seqs[0])), size, context)
             self._bare = True
             return found
         drafting, levels = list(plans.values()), max(plan.levels for plan in plans.values())
-        price = meter.prices(size, context)
-        exposed = meter.exposed(price(0), size) if _overlaps(seqs[0]) else 0.0
+        price = timing.pass_cost(size, context)
+        exposed = timing.exposed(price(0), size) if _overlaps(seqs[0]) else 0.0
         # Requests of a batch end at different times, so what some of them gain shortens the whole run by less.
         offer = PassOffer(size, price, self.margin * min(size, 4), exposed)
-        speedup = self._decide(offer, drafting, len(drafting) * meter.asking.get(0.0), levels)
+        speedup = self._decide(offer, drafting, len(drafting) * timing.call_time.get(0.0), levels)
         tokens = len(seqs) + sum(len(plan.kept) - 1 for plan in drafting)
         known = not any(plan.fresh for plan in drafting)
-        meter.start(PassTimer(len(drafting) * known, levels * known, tokens * known * whole), size, context)
+        timing.start(PassTimer(len(drafting) * known, levels * known, tokens * known * whole), size, context)
         for i, plan in plans.items():
             found[i] = plan.verified(speedup)
         self._bare = tokens == len(seqs)
@@ -226,7 +226,7 @@ class Controller(Policy):
         # Sampled tokens may not be dropped because of their value, or the distribution would change.
         tree = tree.trim(budget) if tree.proposals else tree
         plan, proposal = RequestPlan(seq, tree, budget, probing=state.probing), Proposal(tree, [("", 0, 0)], [1.0])
-        depths, reach, known = plan.depths, plan.reach, self._calibrator.prob
+        depths, reach, known = plan.depths, plan.reach, self._acceptance.prob
         for node in range(1, len(tree)):
             parent, who = tree.parents[node], tree.sources.get(node, "")
             depths.append(depths[parent] + 1)
@@ -248,32 +248,32 @@ class Controller(Policy):
 
     def _settle(self, offer: PassOffer, plans: list[RequestPlan], alone: float) -> None:
         """Update the pauses: the gain of this proposal decides when each request drafts again."""
-        plain, exposed, call_time = offer.seconds(0), offer.exposed, self._meter.asking.get(0.0)
+        plain, exposed, call_time = offer.seconds(0), offer.exposed, self._timing.call_time.get(0.0)
         verified = sum(len(plan.kept) - 1 for plan in plans)
         extra = (offer.seconds(verified) - plain) / max(verified, 1)  # seconds per draft token
         gains = []
         for plan in plans:
             state = plan.seq.state(self, RequestState)
-            saved = (plan.expected - 1) * (plain - exposed) / offer.rows - (len(plan.kept) - 1) * extra
+            saved = (plan.expected - 1) * (plain - exposed) / offer.batch_size - (len(plan.kept) - 1) * extra
             if state.worth is None:
                 state.worth = self._worth if self._worth is not None else 2 * call_time
             state.worth += FOLLOW * (saved - state.worth)
             self._worth = state.worth if self._worth is None else self._worth + FOLLOW_ALL * (saved - self._worth)
             state.alone += FOLLOW * (alone - state.alone)
             gains.append(max(saved, state.worth) - call_time)
-        pauses = [plan.seq.state(self, RequestState).rest for plan in plans]
-        longest = int((offer.rows * call_time + exposed) / (IDLE * plain))
-        self._backoff.settle(pauses, gains, offer.rows, exposed, longest)
+        pauses = [plan.seq.state(self, RequestState).pause for plan in plans]
+        longest = int((offer.batch_size * call_time + exposed) / (IDLE * plain))
+        self._backoff.update(pauses, gains, offer.batch_size, exposed, longest)
 
     def after_pass(self, report: PassReport) -> None:
         if self.costs is not None:
-            self._meter.read(report)
+            self._timing.read(report)
 
     def observe(self, seq: Sequence, step: Step) -> None:
         if self.costs is not None:
             state = seq.state(self, RequestState)
             for token in step.tokens if state.proposals else ():
-                state.judge(token, self._calibrator, seq.drafter.model_source)
+                state.judge(token, self._acceptance, seq.drafter.model_source)
 
 
 def _overlaps(seq: Sequence) -> bool:

@@ -136,15 +136,15 @@ class Clock:
 
     def __init__(self, limit: float, now: Callable[[], float] = time.perf_counter):
         self.now, self.end = now, now() + limit
-        self._forgiven = 2 * limit  # upper limit of all extensions
+        self._extension = 2 * limit  # upper limit of all extensions
 
     def left(self) -> float:
         return self.end - self.now()
 
-    def forgive(self, seconds: float) -> None:
+    def extend(self, seconds: float) -> None:
         """Extend the limit by the extra time of a first pass: its compilation or capture is reused later."""
-        given = max(0.0, min(seconds, self._forgiven))
-        self._forgiven -= given
+        given = max(0.0, min(seconds, self._extension))
+        self._extension -= given
         self.end += given
 
 
@@ -183,7 +183,7 @@ def _timed(
             try:
                 warmed = _pass(lm, slots, size, clock) if turn == 0 and clock.left() > 0 else 0.0
                 spent = _pass(lm, slots, size, clock)
-                clock.forgive(warmed - spent)
+                clock.extend(warmed - spent)
                 samples.setdefault(size * len(slots), []).append(spent)
             except (CacheFull, torch.OutOfMemoryError):
                 if size == 1:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from outpace.core.sequence import Sequence
 from outpace.core.tree import ROOT, Budget, Decision, Tree
 
-HOPELESS = 0.005  # draft tokens below this probability are ignored
-RESTING = Decision(0, 0, 1.0, 1.0, "paused: drafting cost more than it saved")
+MIN_PROBABILITY = 0.005  # draft tokens below this probability are ignored
+PAUSED = Decision(0, 0, 1.0, 1.0, "paused: drafting cost more than it saved")
 
 
 class RankedNode(NamedTuple):
@@ -69,7 +69,7 @@ def likeliest(plans: list[RequestPlan]) -> list[RankedNode]:
         for i, plan in enumerate(plans)
         if not plan.tree.proposals
         for node, reach in enumerate(plan.reach)
-        if node != ROOT and reach > HOPELESS
+        if node != ROOT and reach > MIN_PROBABILITY
     ]
     found, used, left = [], [{ROOT: 0} for _ in plans], [plan.budget.nodes for plan in plans]
     for negated, i, node in sorted(candidates):
@@ -87,7 +87,7 @@ def likeliest(plans: list[RequestPlan]) -> list[RankedNode]:
 class PassOffer:
     """The terms of a pass: its batch size, its cost by number of draft tokens, and the least gain that counts."""
 
-    rows: int  # requests in the pass
+    batch_size: int  # requests in the pass
     seconds: Callable[[int], float]  # number of draft tokens -> seconds of the pass
     margin: float  # relative gain that counts as none
     exposed: float = 0.0  # seconds of host work that overlap with the device only if the next pass waits for no draft
@@ -98,7 +98,7 @@ class PassOffer:
         `spent` are the seconds already spent on drafting. Draft tokens with the probabilities `forced` are always in
         the pass.
         """
-        tokens, waited = self.rows + sum(forced), spent + self.exposed
+        tokens, waited = self.batch_size + sum(forced), spent + self.exposed
         taken, best = 0, tokens / (self.seconds(len(forced)) + (waited if forced else spent))
         least = best * (1 + self.margin)
         for count, candidate in enumerate(order, start=1):
@@ -106,4 +106,4 @@ class PassOffer:
             rate = tokens / (self.seconds(len(forced) + count) + waited)
             if rate > best and rate > least:
                 taken, best = count, rate
-        return Choice(taken, best * self.seconds(0) / self.rows)
+        return Choice(taken, best * self.seconds(0) / self.batch_size)

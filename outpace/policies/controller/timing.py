@@ -14,9 +14,9 @@ from outpace.core.policy import PassReport
 from outpace.policies.controller.costs import Costs
 
 SIZES = 10  # number of pass sizes: 1, 2, up to 4, 8, 16 ... tokens
-FORGET = 256  # passes after which the measurements of a size count half
+HALF_LIFE = 256  # passes after which the measurements of a size count half
 EXPOSED = 0.05  # share of host work in a pass without overlap, until it is measured
-DOUBT = 3.0  # weight, in passes, of the ratio of all sizes in the ratio of one size
+PRIOR_WEIGHT = 3.0  # weight, in passes, of the ratio of all sizes in the ratio of one size
 
 
 class RecentMedian:
@@ -41,7 +41,7 @@ class RecentMedian:
 class PassTimer:
     """A pass in flight, and its expected time."""
 
-    asked: int  # sequences whose drafter was called
+    drafting: int  # sequences whose drafter was called
     levels: int  # levels drafted by a draft model
     tokens: int  # tokens in the pass; 0: not all of its work is planned here, so its time is not used
     ahead: bool = False  # it was launched before the host read the pass before
@@ -68,8 +68,8 @@ class TimingCorrection:
         usual = self._all.get(1.0)
         found = []
         for recent, last in zip(self._sizes, self._last, strict=True):
-            weight = len(recent) * 0.5 ** ((self._passes - last) / FORGET)
-            found.append((recent.get(usual) * weight + usual * DOUBT) / (weight + DOUBT))
+            weight = len(recent) * 0.5 ** ((self._passes - last) / HALF_LIFE)
+            found.append((recent.get(usual) * weight + usual * PRIOR_WEIGHT) / (weight + PRIOR_WEIGHT))
         return found
 
 
@@ -84,7 +84,7 @@ class Timing:
 
     costs: Costs
     # Seconds to call a drafter for one request, without draft models.
-    asking: RecentMedian = field(default_factory=RecentMedian)
+    call_time: RecentMedian = field(default_factory=RecentMedian)
     level: RecentMedian = field(default_factory=RecentMedian)  # seconds per level of a draft model
     drift: TimingCorrection = field(default_factory=TimingCorrection)
     # Time ratios of passes launched ahead, whose host work is hidden.
@@ -92,7 +92,7 @@ class Timing:
     elapsed: float = 0.0  # seconds of all passes and drafts
     timer: PassTimer | None = None
 
-    def prices(self, batch_size: int, context: int) -> Callable[[int], float]:
+    def pass_cost(self, batch_size: int, context: int) -> Callable[[int], float]:
         """Return a function from the number of draft tokens to the seconds of a pass with `batch_size` requests."""
         curve, last, ratios = self.costs.curve, len(self.costs.curve) - 1, self.drift.ratios()
         fixed = self.costs.seconds(batch_size, batch_size, context) - curve[min(batch_size, last)]
@@ -119,9 +119,9 @@ class Timing:
         passing = sum(report.seconds.values()) - drafting - report.seconds.get("prefill", 0.0)
         self.elapsed += drafting + passing
         if timer.levels:
-            self.level.add(max(0.0, drafting - timer.asked * self.asking.get(0.0)) / timer.levels)
-        elif timer.asked:
-            self.asking.add(drafting / timer.asked)
+            self.level.add(max(0.0, drafting - timer.drafting * self.call_time.get(0.0)) / timer.levels)
+        elif timer.drafting:
+            self.call_time.add(drafting / timer.drafting)
         if timer.tokens and timer.ahead:
             self.hidden.add(passing / timer.expected)
         elif timer.tokens:

@@ -19,7 +19,7 @@ from outpace.storage.files import write_whole
 from outpace.tracing.trace import PassRecord, RequestTrace, Trace, reason
 
 PHASES = ("prefill", "draft", "score", "verify", "keep")
-NOBODY = -1  # source of a token that no method proposed: the target's own choice
+TARGET = -1  # source of a token that no method proposed: the target's own choice
 PLACE = "__DATA__"  # where the data goes in the template
 
 
@@ -167,14 +167,14 @@ def _request(request: RequestTrace, stats: Stats, words: SharedText) -> RequestD
         error=request.error,
         stats=stats.to_dict(),
         proposers=[Proposer(source=s, accepted=accepted[s], drafted=n) for s, n in sorted(drafted.items())],
-        own=accepted[NOBODY],
+        own=accepted[TARGET],
         passes=passes,
     )
 
 
 def _pass(record: PassRecord, words: SharedText) -> PassData:
     nodes, accepted = range(len(record.tokens)), record.step.accepted
-    by = [NOBODY if node == ROOT else words.sources.number(record.by[node]) for node in nodes]
+    by = [TARGET if node == ROOT else words.sources.number(record.by[node]) for node in nodes]
     own = len(record.committed) - accepted
     return PassData(
         at=record.at,
@@ -186,7 +186,7 @@ def _pass(record: PassRecord, words: SharedText) -> PassData:
         path=record.path,
         committed=record.committed,
         text=record.text or [words.pieces[token] for token in record.committed],
-        sources=[by[node] for node in record.path[1 : accepted + 1]] + [NOBODY] * own,
+        sources=[by[node] for node in record.path[1 : accepted + 1]] + [TARGET] * own,
         accepted=accepted,
         seconds=[record.seconds.get(phase, 0.0) for phase in PHASES],
         draft={node: _short(signal.prob) for node, signal in record.signals.items()},

@@ -9,7 +9,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from outpace.tracing.viewer.page import NOBODY, PageData, PassData, RequestData
+from outpace.tracing.viewer.page import TARGET, PageData, PassData, RequestData
 
 STYLES = ("green", "cyan", "yellow", "magenta", "blue", "red", "bright_green", "bright_cyan")
 MOST_PASSES = 40  # shown in the table
@@ -114,7 +114,7 @@ def _inline(data: PageData, token: int) -> str:
 
 
 def _style(source: int) -> str:
-    return "" if source == NOBODY else STYLES[source % len(STYLES)]
+    return "" if source == TARGET else STYLES[source % len(STYLES)]
 
 
 def plain(text: str) -> str:

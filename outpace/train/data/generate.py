@@ -32,7 +32,7 @@ from outpace.train.data import self_written
 from outpace.train.data.records import RecordFile, TextRecord
 
 GROUP = 8  # requests submitted at once, in batch sizes: the batch is seldom underfull, and few requests wait
-HOPELESS = 128  # give up after this many consecutive unusable self-written prompts
+MOST_UNUSABLE = 128  # give up after this many consecutive unusable self-written prompts
 WHOLE = Shard()
 OWN = "self/"  # id prefix of conversations that the model began itself
 
@@ -53,7 +53,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How answers are generated. The settings in `distribution` determine the texts, and are fixed for a whole file."""
+    """How answers are generated. The `text_settings` determine the texts, and are fixed for a whole file."""
 
     max_tokens: int = 512
     temperature: float = 0.0
@@ -71,7 +71,7 @@ class GenerationSettings:
             raise UsageError("rows and longest_prompt must be at least 1")
 
     @property
-    def distribution(self) -> dict[str, Any]:
+    def text_settings(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key not in FREE}
 
 
@@ -95,7 +95,7 @@ class WritingResult(NamedTuple):
     skipped: dict[str, int]  # reason -> number of prompts without an answer
 
 
-Tell: TypeAlias = Callable[[Progress], object]
+OnProgress: TypeAlias = Callable[[Progress], object]
 
 
 class EncodedPrompt(NamedTuple):
@@ -106,7 +106,7 @@ class EncodedPrompt(NamedTuple):
 
 
 @dataclass
-class _Talk:
+class _Conversation:
     """A conversation while its turns are answered one by one."""
 
     prompt: Prompt
@@ -125,16 +125,16 @@ class _Talk:
 class _Run:
     """What `answer` and `write` share: sending requests to the engine, writing records, reporting progress."""
 
-    def __init__(self, model: Model, kept: RecordFile, settings: GenerationSettings, tell: Tell | None):
-        self.model, self.kept, self.settings, self._tell = model, kept, settings, tell
+    def __init__(self, model: Model, kept: RecordFile, settings: GenerationSettings, on_progress: OnProgress | None):
+        self.model, self.kept, self.settings, self._on_progress = model, kept, settings, on_progress
         self.answers = self.tokens = self.generated = self.done = self.total = 0
         self.useless = 0  # consecutive unusable self-written prompts
         self.skipped: Counter[str] = Counter()
         self.group = GROUP * settings.rows
 
-    def tell(self) -> None:
-        if self._tell is not None:
-            self._tell(Progress(self.done, self.total, self.generated))
+    def report(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(Progress(self.done, self.total, self.generated))
 
     def encode(self, prompt: Prompt, answers: Seq[str] = ()) -> list[int] | None:
         """Encode the conversation up to its next turn; None if it is too long."""
@@ -153,7 +153,7 @@ class _Run:
                 self.generated += len(piece.tokens)
                 if piece.completion is not None:
                     yield prompts[piece.index], piece.completion
-                self.tell()
+                self.report()
 
     def answered(self, prompts: Seq[EncodedPrompt]) -> Iterator[TextRecord]:
         """Yield the answers as records; each is written to the file first."""
@@ -185,47 +185,51 @@ def answer(
     prompts: Iterable[Prompt],
     path: str | Path,
     settings: GenerationSettings = USUAL,
-    tell: Tell | None = None,
+    on_progress: OnProgress | None = None,
 ) -> WritingResult:
     """Answer these prompts turn by turn, and append a record for each turn that `path` does not have yet."""
     _check(model, settings)
     with RecordFile(path, _header(model, settings)) as kept:
-        run = _Run(model, kept, settings, tell)
+        run = _Run(model, kept, settings, on_progress)
         every = {digest(prompt): prompt for prompt in prompts}
         mine = islice(every.items(), settings.shard.number - 1, None, settings.shard.of)
-        talks = [_resumed(model, _Talk(prompt, name), kept) for name, prompt in mine]
-        run.total = sum(len(talk.prompt.turns) for talk in talks)
-        todo = deque(talk for talk in talks if talk.left)
-        run.done = run.total - sum(talk.left for talk in todo)
+        conversations = [_resumed(model, _Conversation(prompt, name), kept) for name, prompt in mine]
+        run.total = sum(len(conversation.prompt.turns) for conversation in conversations)
+        todo = deque(conversation for conversation in conversations if conversation.left)
+        run.done = run.total - sum(conversation.left for conversation in todo)
         while todo:
-            group: dict[str, _Talk] = {}
+            group: dict[str, _Conversation] = {}
             encoded: list[EncodedPrompt] = []
-            for talk in [todo.popleft() for _ in range(min(run.group, len(todo)))]:
-                tokens = run.encode(talk.prompt, talk.answers)
+            for conversation in [todo.popleft() for _ in range(min(run.group, len(todo)))]:
+                tokens = run.encode(conversation.prompt, conversation.answers)
                 if tokens is None:
-                    run.skipped["the prompt is too long: raise longest_prompt"] += talk.left
+                    run.skipped["the prompt is too long: raise longest_prompt"] += conversation.left
                 else:
-                    group[talk.id] = talk
-                    encoded.append(EncodedPrompt(talk.id, tokens))
+                    group[conversation.id] = conversation
+                    encoded.append(EncodedPrompt(conversation.id, tokens))
             for record in run.answered(encoded):
-                talk = group[record.id]
-                talk.answers.append(_text(model, record))
-                if talk.left:
-                    todo.append(talk)
+                conversation = group[record.id]
+                conversation.answers.append(_text(model, record))
+                if conversation.left:
+                    todo.append(conversation)
         if run.skipped and not kept.records:
             raise run.failure()
-        run.tell()
+        run.report()
         return run.made()
 
 
 def write(
-    model: Model, count: int, path: str | Path, settings: GenerationSettings = USUAL, tell: Tell | None = None
+    model: Model,
+    count: int,
+    path: str | Path,
+    settings: GenerationSettings = USUAL,
+    on_progress: OnProgress | None = None,
 ) -> WritingResult:
     """Let the model write prompts until `count` of them are answered in `path`, including those of earlier runs."""
     _check(model, settings)
     start = self_written.opening(model, settings.writing.system)
     with RecordFile(path, _header(model, settings)) as kept:
-        run = _Run(model, kept, settings, tell)
+        run = _Run(model, kept, settings, on_progress)
         run.total = settings.shard.share(count)
         known = [record for name, record in kept.records.items() if name.startswith(OWN)]
         run.done = min(len(known), run.total)
@@ -237,7 +241,7 @@ def write(
             prompts = _self_written(run, start, group, before)
             if prompts and not list(run.answered(prompts)):
                 raise run.failure()
-        run.tell()
+        run.report()
         return run.made()
 
 
@@ -267,19 +271,19 @@ def _self_written(
             run.kept.drop(name, why)
             run.skipped[f"a self-written prompt {why}"] += 1
         run.useless = 0 if why is None else run.useless + 1
-        if run.useless >= HOPELESS:
+        if run.useless >= MOST_UNUSABLE:
             raise OutpaceError(
-                f"the last {HOPELESS} prompts that {run.model.name} wrote are unusable (the last one {why}): "
+                f"the last {MOST_UNUSABLE} prompts that {run.model.name} wrote are unusable (the last one {why}): "
                 "use a chat model, or another prompt temperature or length"
             )
     return usable
 
 
-def _resumed(model: Model, talk: _Talk, kept: RecordFile) -> _Talk:
+def _resumed(model: Model, conversation: _Conversation, kept: RecordFile) -> _Conversation:
     """Fill in the answers that the file already has."""
-    while talk.left and (record := kept.records.get(talk.id)) is not None:
-        talk.answers.append(_text(model, record))
-    return talk
+    while conversation.left and (record := kept.records.get(conversation.id)) is not None:
+        conversation.answers.append(_text(model, record))
+    return conversation
 
 
 def _text(model: Model, record: TextRecord) -> str:
@@ -304,7 +308,7 @@ def _header(model: Model, settings: GenerationSettings) -> dict[str, Any]:
     weights = None if ends is None else ends.fingerprint
     return {
         "model": {"name": model.name, "vocab": model.lm.vocab, "weights": weights},
-        "settings": settings.distribution,
+        "settings": settings.text_settings,
     }
 
 

@@ -21,7 +21,7 @@ from outpace.train.data.batches import Batch
 from outpace.train.data.records import TextRecord
 from outpace.train.losses import LOSSES, Loss, LossResult, StepLogits
 from outpace.train.settings import HEADS, TrainingSettings
-from outpace.train.target import Target, answered, cooled
+from outpace.train.target import Target, answer_mask, with_temperature
 
 
 class ServedModel(NamedTuple):
@@ -68,7 +68,7 @@ def loss_of(settings: TrainingSettings) -> Loss:
     return LOSSES[settings.loss]
 
 
-def computing(device: torch.device, dtype: torch.dtype, bf16: bool | None) -> AbstractContextManager[None]:
+def autocast(device: torch.device, dtype: torch.dtype, bf16: bool | None) -> AbstractContextManager[None]:
     """Autocast to bfloat16: as `bf16` says; if None, on a GPU or where matrices of a 16-bit target are used."""
     wanted = bf16 if bf16 is not None else device.type == "cuda" or dtype.itemsize < 4
     if not wanted and dtype.itemsize < 4:
@@ -99,7 +99,7 @@ class HeadRecipe:
         dtype = self.target.model.dtype
         for parameter in self.parameters():  # without tensors shared with the target
             parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
-        self.computing = computing(self.target.device, dtype, settings.bf16)
+        self.autocast = autocast(self.target.device, dtype, settings.bf16)
         compile_modules(self.head.pieces(), self.target.device)
 
     def _started(self, records: Seq[TextRecord]) -> Head:
@@ -113,7 +113,7 @@ class HeadRecipe:
             if head.spec.kind != kind:
                 raise UsageError(f"the head in {given.start} is of kind {head.spec.kind!r}, not {kind!r}")
             changed = given.head | {"layers": given.layers or head.spec.layers}
-            return store.grown(head, self.lm, ids if given.draft_vocab else head.ids, **changed)
+            return store.extended(head, self.lm, ids if given.draft_vocab else head.ids, **changed)
         head = store.fresh(kind, self.lm, ids, **sizes, **given.head)
         if head.like_target and given.inherit:
             _inherit(head, self.target)
@@ -123,14 +123,14 @@ class HeadRecipe:
         return [parameter for parameter in self.head.parameters() if parameter.requires_grad]
 
     def loss(self, batch: Batch, step: int, total: int) -> LossResult:
-        outputs = self.target.tell(batch.tokens, self.head.spec.taps)
+        outputs = self.target.forward(batch.tokens, self.head.spec.taps)
         assert outputs.hidden is not None
-        counts, wanted = answered(batch), cooled(outputs.logits, self.settings.temperature)
+        counts, wanted = answer_mask(batch), with_temperature(outputs.logits, self.settings.temperature)
         started = counts
         if self.head.ids is not None:  # positions whose likeliest token is not in the draft vocabulary do not count
             counts = counts & torch.isin(outputs.logits.argmax(-1), self.head.ids)
             wanted = wanted[..., self.head.ids]
-        with self.computing:
+        with self.autocast:
             predicted = self.head.unroll(batch.tokens, outputs.hidden, self.ahead, started)
             distributions = self._distributions(predicted, wanted, started, counts)
         return self.measure(distributions)
@@ -147,7 +147,7 @@ class HeadRecipe:
         for step in predicted:
             at, inside = (offsets + step.at.clamp(max=length - 1)).flatten(), (step.at < length).flatten()
             chains = (started.flatten()[at] & inside).nonzero().flatten() if chains is None else chains
-            draft = cooled(step.output(step.states.flatten(0, 1)[chains]), self.settings.temperature)
+            draft = with_temperature(step.output(step.states.flatten(0, 1)[chains]), self.settings.temperature)
             counted = inside & counts.flatten()[at]
             steps.append(StepLogits(draft, wanted.reshape(-1, vocab), counted[chains], at[chains]))
         return steps
@@ -156,14 +156,14 @@ class HeadRecipe:
         store.save(self.head, folder, self.lm, notes)
 
     def state(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.head.own().items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.head.own_tensors().items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self.head.load_state_dict(state, strict=False)
 
     def serve(self) -> ServedModel:
         """Return the head with its weights as they would be saved."""
-        own = {n: t.half() if t.is_floating_point() else t for n, t in self.head.own().items()}
+        own = {n: t.half() if t.is_floating_point() else t for n, t in self.head.own_tensors().items()}
         head = store.made(self.head.spec, own, self.lm)
         return ServedModel(
             self.model, {"method": registry.method(self.settings.kind, head=head, **self.settings.option)}

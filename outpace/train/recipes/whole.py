@@ -27,9 +27,9 @@ from outpace.train.data.batches import Batch
 from outpace.train.data.records import TextRecord
 from outpace.train.losses import LossResult, StepLogits, alpha
 from outpace.train.recipes import exits
-from outpace.train.recipes.heads import ServedModel, computing, loss_of
+from outpace.train.recipes.heads import ServedModel, autocast, loss_of
 from outpace.train.settings import TrainingSettings
-from outpace.train.target import Target, answered, cooled, module_of
+from outpace.train.target import Target, answer_mask, module_of, with_temperature
 
 SAMPLES, LONGEST = 8, 256  # texts, and tokens of each, used to choose which layers to remove
 
@@ -43,10 +43,10 @@ class TrainedModel:
         self.target, self.measure = Target(model.lm), loss_of(settings)
         if any(not p.is_floating_point() for p in trained.parameters()):
             raise UnsupportedModel("a quantised model cannot be trained: load it without `quantize`")
-        self.saved = checkpoint.shortest(trained)
+        self.saved = checkpoint.smallest_dtype(trained)
         own = copy.deepcopy(trained).eval().requires_grad_(True)
         self.trained: PreTrainedModel = own.to(torch.promote_types(own.dtype, torch.float32))
-        self.computing = computing(self.target.device, self.trained.dtype, settings.bf16)
+        self.autocast = autocast(self.target.device, self.trained.dtype, settings.bf16)
         # Runs on the trained tensors themselves, so it always has the current weights.
         self.served = wrap(self.trained, model.tokenizer, name=model.name, compile=False)
         self.fit = twin(self.trained)
@@ -56,23 +56,23 @@ class TrainedModel:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.trained.parameters())
 
-    def wanted(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def target_logits(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows and columns of the tokens that count, and the target's logits there."""
         # [positions] x 2, [positions, vocab]
-        rows, at = answered(batch).nonzero(as_tuple=True)
-        return rows, at, cooled(self.target.tell(batch.tokens).logits[rows, at], self.settings.temperature)
+        rows, at = answer_mask(batch).nonzero(as_tuple=True)
+        return rows, at, with_temperature(self.target.forward(batch.tokens).logits[rows, at], self.settings.temperature)
 
-    def judge(self, logits: Tensor, target: Tensor) -> LossResult:  # [positions, vocab]
+    def loss_of_logits(self, logits: Tensor, target: Tensor) -> LossResult:  # [positions, vocab]
         """Compute the loss on the tokens that both have: models of one family pad their vocabulary differently."""
         shared = min(logits.shape[-1], target.shape[-1])
-        draft = cooled(logits, self.settings.temperature)[:, :shared]
+        draft = with_temperature(logits, self.settings.temperature)[:, :shared]
         return self.measure([StepLogits(draft, target[:, :shared])])
 
     def save(self, folder: Path, notes: dict[str, Any]) -> None:
         """Write a regular checkpoint; each file appears complete or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            checkpoint.narrowed(self.trained, self.saved).save_pretrained(place)
+            checkpoint.converted(self.trained, self.saved).save_pretrained(place)
             if (tokenizer := self.model.tokenizer) is not None:
                 tokenizer.save_pretrained(place)  # type: ignore[attr-defined]
             lines = [f"- {name}: {value}" for name, value in notes.items()]
@@ -103,16 +103,16 @@ class LayerSkipRecipe(TrainedModel):
             raise UsageError(f"layerskip trains one exit: set exit to a number below {self.layer_count}, without skip")
 
     def loss(self, batch: Batch, step: int, total: int) -> LossResult:
-        rows, at, target = self.wanted(batch)
+        rows, at, target = self.target_logits(batch)
         ramp = exits.ramped(step, total) if self.settings.ramp else 1.0
         probs = exits.probs(self.layer_count, self.settings.dropout, ramp)
         dropped = torch.rand(self.layer_count, len(batch.tokens)) < probs[:, None]  # [layers, batch]
         loss, logits = torch.zeros((), device=target.device), dict[int, Tensor]()
-        with self.computing:
+        with self.autocast:
             left = self.exits.run(batch.tokens, dropped.to(target.device))
             for layer, weight in self.weights(step, total).items():
                 logits[layer] = self.exits.logits(left[layer][rows, at])
-                loss = loss + weight * self.judge(logits[layer], target).loss
+                loss = loss + weight * self.loss_of_logits(logits[layer], target).loss
             with torch.no_grad():
                 draft = logits.get(self.exit - 1)
                 draft = self.exits.logits(left[self.exit - 1][rows, at]) if draft is None else draft
@@ -146,10 +146,10 @@ class DraftRecipe(TrainedModel):
         self.method = registry.method("draft", draft=self.served.lm, **settings.option)
 
     def loss(self, batch: Batch, step: int, total: int) -> LossResult:
-        rows, at, target = self.wanted(batch)
-        with self.computing:
+        rows, at, target = self.target_logits(batch)
+        with self.autocast:
             logits = self.fit(input_ids=batch.tokens, use_cache=False).logits
-        return self.judge(logits[rows, at], target)
+        return self.loss_of_logits(logits[rows, at], target)
 
     def serve(self) -> ServedModel:
         self.served.clear_cache()

@@ -9,7 +9,7 @@ from typing import Any
 from outpace.errors import UsageError
 from outpace.sampling.settings import Sampling
 from outpace.verify.servers.client import Server
-from outpace.verify.servers.compare import Pair, between, drift_of
+from outpace.verify.servers.compare import Pair, drift_of, first_divergence
 from outpace.verify.servers.reply import Reply
 
 
@@ -94,5 +94,5 @@ class ServerAnswers:
 
     def unstable(self, repeats: list[Pair]) -> set[int]:
         """Prompts on which a server is not repeatable beyond ties; later checks leave them out."""
-        found = (between(pair, index, self.drift) for index, pair in enumerate(repeats))
+        found = (first_divergence(pair, index, self.drift) for index, pair in enumerate(repeats))
         return {d.prompt for d in found if d is not None and not d.explained}

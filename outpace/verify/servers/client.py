@@ -49,7 +49,7 @@ class ServerTraits:
 
     model: str | None = None
     chat: bool = False
-    without: set[str] = field(default_factory=set)  # fields that the server refuses
+    refused_fields: set[str] = field(default_factory=set)  # fields that the server refuses
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Server:
     def _body(self, prompt: str, fields: dict[str, Any], chat: bool) -> dict[str, Any]:
         what: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         optional = {**NEUTRAL, **IDS, **_logprobs(chat)}
-        kept = {name: value for name, value in optional.items() if name not in self.learned.without}
+        kept = {name: value for name, value in optional.items() if name not in self.learned.refused_fields}
         return {"model": self._model(), **what, **kept, **fields, **self.extra}
 
     def _learn(self, failure: HTTPFailure, ours: set[str]) -> None:
@@ -110,7 +110,7 @@ class Server:
             raise failure
         if refused & LOGPROBS:
             refused |= LOGPROBS
-        self.learned.without |= refused
+        self.learned.refused_fields |= refused
 
     def _model(self) -> str:
         if self.model is not None:

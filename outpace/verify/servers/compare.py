@@ -15,7 +15,7 @@ from outpace.verify.records import Check, Divergence, verdict_of
 from outpace.verify.servers.reply import Reply, Token
 
 NEAR = -3.0  # tokens above this logprob (5 %) could be chosen: their rounding counts
-MOST = 0.25  # 16-bit rounding explains no larger difference of logprobs between two runs
+MAX_DRIFT = 0.25  # 16-bit rounding explains no larger difference of logprobs between two runs
 END = "(the end)"
 
 Pair = tuple[Reply, Reply]
@@ -31,7 +31,7 @@ class AnswerDifference:
     by_tokens: bool
 
 
-def parting(wanted: Reply, got: Reply) -> AnswerDifference | None:
+def first_difference_of(wanted: Reply, got: Reply) -> AnswerDifference | None:
     """Find the first difference by token ids if both sides have them, else by token texts, else by characters."""
     if wanted.ids is not None and got.ids is not None:
         at = first_difference(wanted.ids, got.ids)
@@ -47,9 +47,9 @@ def parting(wanted: Reply, got: Reply) -> AnswerDifference | None:
     return AnswerDifference(at, (wanted.text[at : at + 8] or END, got.text[at : at + 8] or END), (-1, -1), False)
 
 
-def between(pair: Pair, index: int, drift: float | None) -> Divergence | None:
+def first_divergence(pair: Pair, index: int, drift: float | None) -> Divergence | None:
     """Find the first divergence of two answers, and whether it is a tie or a bug."""
-    found = parting(*pair)
+    found = first_difference_of(*pair)
     if found is None:
         return None
     gap, rounding = _gap(pair, found), rounding_of(drift)
@@ -79,7 +79,7 @@ def lag(token: Token, texts: Iterable[str]) -> float:
 
 def rounding_of(drift: float | None) -> float | None:
     """Bound how far rounding moves a logprob: the measured drift with a margin, within what 16 bits can explain."""
-    return None if drift is None else SAFETY * min(drift, MOST)
+    return None if drift is None else SAFETY * min(drift, MAX_DRIFT)
 
 
 def drift_of(pairs: Iterable[Pair]) -> float | None:

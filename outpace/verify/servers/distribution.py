@@ -19,14 +19,14 @@ from torch import Tensor
 from outpace.sampling.settings import Sampling
 from outpace.verify.distribution import (
     DEPTH,
-    EXPECTED,
-    LEAST,
+    MIN_DRAWS,
+    MIN_EXPECTED,
     POWER,
     Counts,
     Following,
     PearsonTest,
     chi_squared,
-    finds,
+    describe_power,
     following,
     holm,
 )
@@ -35,7 +35,7 @@ from outpace.verify.judge import rounding_of
 from outpace.verify.records import Check
 from outpace.verify.servers.answers import ServerAnswers
 from outpace.verify.servers.client import Server, sampling_fields
-from outpace.verify.servers.compare import END, MOST
+from outpace.verify.servers.compare import END, MAX_DRIFT
 from outpace.verify.servers.local import LocalJudge
 from outpace.verify.servers.reply import Reply
 
@@ -96,7 +96,7 @@ def _check(answers: ServerAnswers, found: list[TestOutcome], impossible: int, un
     effects = [test.effect for test in found if test.bins > 1]
     summary = (
         f"{draws} draws after {len(found)} texts, {plan.samples} answers per prompt: least p {least:.2g} (Holm, alpha "
-        f"{plan.alpha:g}), {impossible} impossible; {finds(effects)}"
+        f"{plan.alpha:g}), {impossible} impossible; {describe_power(effects)}"
     )
     if unread:
         summary += f"; {unread} answers left out, as their tokens could not be read"
@@ -129,7 +129,7 @@ def compared(index: int, on: list[Reply], off: list[Reply]) -> list[PairedCounts
     """Count the next tokens on both sides, after each prefix with enough draws on both."""
     by_tokens = all(reply.tokens is not None for reply in [*on, *off] if reply.text)
     first, second = (following([_units(reply, by_tokens) for reply in replies]) for replies in (on, off))
-    often = [prefix for prefix, drawn in first.items() if min(drawn.total(), _total(second, prefix)) >= LEAST]
+    often = [prefix for prefix, drawn in first.items() if min(drawn.total(), _total(second, prefix)) >= MIN_DRAWS]
     return [PairedCounts(index, list(prefix), first[prefix], second[prefix]) for prefix in often]
 
 
@@ -155,7 +155,7 @@ def homogeneity(both: PairedCounts, alpha: float, drift: float) -> TestOutcome:
     cells = [(n, size * sum(pair) / sum(sizes)) for pair in bins for n, size in zip(pair, sizes, strict=True)]
     chi2 = sum((n - mean) ** 2 / mean for n, mean in cells)
     weight, freedom = sizes[0] * sizes[1] / sum(sizes), len(bins) - 1
-    slack = weight * min(drift, MOST) ** 2  # a logprob that moves by d moves its probability by the share d
+    slack = weight * min(drift, MAX_DRIFT) ** 2  # a logprob that moves by d moves its probability by the share d
     critical = float(ncx2.isf(alpha, freedom, slack))
     effect = brentq(lambda w: ncx2.sf(critical, freedom, weight * w * w) - POWER, 1e-6, 1e3)
     return TestOutcome(*about, float(chi2), float(ncx2.sf(chi2, freedom, slack)), float(effect))
@@ -165,9 +165,9 @@ def _bins(both: PairedCounts, sizes: tuple[int, int]) -> list[tuple[int, int]]:
     """Draws of each token on both sides; rare tokens share a bin."""
     share = min(sizes) / sum(sizes)
     counts = sorted(((both.on[unit], both.off[unit]) for unit in both.on | both.off), key=sum, reverse=True)
-    common = [pair for pair in counts if sum(pair) * share >= EXPECTED]
+    common = [pair for pair in counts if sum(pair) * share >= MIN_EXPECTED]
     rest = _sum(counts[len(common) :])
-    if sum(rest) * share >= EXPECTED or not common:
+    if sum(rest) * share >= MIN_EXPECTED or not common:
         return [*common, rest]
     return [*common[:-1], _sum([common[-1], rest])]
 
@@ -188,7 +188,7 @@ class Expected:
     def counts(self, index: int, replies: list[Reply]) -> list[Counts]:
         """Count the next tokens after each prefix with enough draws, and add the expected distribution."""
         found = following([self._read(reply) for reply in replies])
-        often = {prefix: drawn for prefix, drawn in found.items() if drawn.total() >= LEAST}
+        often = {prefix: drawn for prefix, drawn in found.items() if drawn.total() >= MIN_DRAWS}
         return [self._counts(index, list(prefix), drawn) for prefix, drawn in often.items()]
 
     @property

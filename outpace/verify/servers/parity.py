@@ -8,7 +8,7 @@ from typing import Any
 from outpace.verify.records import Check, Divergence
 from outpace.verify.servers.answers import ServerAnswers
 from outpace.verify.servers.client import Server, sampling_fields
-from outpace.verify.servers.compare import Pair, between, common_logprobs, equality, lag, rounding_of
+from outpace.verify.servers.compare import Pair, common_logprobs, equality, first_divergence, lag, rounding_of
 from outpace.verify.servers.local import LocalJudge
 from outpace.verify.servers.reply import Reply
 
@@ -146,5 +146,5 @@ def _equal(answers: ServerAnswers, name: str, pairs: list[Pair], lost: set[int])
 
 
 def _divergences(pairs: list[tuple[Reply, Reply]], drift: float | None) -> list[Divergence]:
-    found = (between(pair, index, drift) for index, pair in enumerate(pairs))
+    found = (first_divergence(pair, index, drift) for index, pair in enumerate(pairs))
     return [divergence for divergence in found if divergence is not None]

@@ -13,11 +13,11 @@ from outpace.sampling.settings import Sampling
 from outpace.verify.records import Check, Verdict
 from outpace.verify.servers.answers import ServerAnswers
 from outpace.verify.servers.client import HTTPFailure
-from outpace.verify.servers.compare import between, lag, rounding_of
+from outpace.verify.servers.compare import first_divergence, lag, rounding_of
 from outpace.verify.servers.local import LocalJudge
 from outpace.verify.servers.reply import Reply
 
-HOT = {"temperature": 1.5}
+HIGH_TEMPERATURE = {"temperature": 1.5}
 NARROW: dict[str, Any] = {"top_p": 1e-6, "top_k": 1, "min_p": 1.0}  # each one leaves only the likeliest token
 PENALTY = 2.0  # the maximum that OpenAI allows
 BIAS = 100.0
@@ -74,16 +74,19 @@ class SettingsCheck:
         return self.answers.on.complete(self.answers.plan.prompts[self._prompt], **self.answers.greedy | fields)
 
     def temperature(self) -> Outcome:
-        texts = {self._ask(**HOT, seed=seed).text for seed in range(1, 5)}
+        texts = {self._ask(**HIGH_TEMPERATURE, seed=seed).text for seed in range(1, 5)}
         if texts == {self._usual.text}:
-            return "fail", f"four answers at temperature {HOT['temperature']} equal the greedy one: it is ignored"
-        return "pass", f"{len(texts)} different texts in 4 answers at temperature {HOT['temperature']}"
+            return (
+                "fail",
+                f"four answers at temperature {HIGH_TEMPERATURE['temperature']} equal the greedy one: it is ignored",
+            )
+        return "pass", f"{len(texts)} different texts in 4 answers at temperature {HIGH_TEMPERATURE['temperature']}"
 
     def narrow(self, name: str) -> Outcome:
         """Check that sampling from one token only gives the greedy answer."""
-        asked = f"{name}={NARROW[name]} at temperature {HOT['temperature']}"
-        replies = [self._ask(**HOT, **{name: NARROW[name]}, seed=seed) for seed in (1, 2)]
-        found = [between((self._usual, reply), self._prompt, self.answers.drift) for reply in replies]
+        asked = f"{name}={NARROW[name]} at temperature {HIGH_TEMPERATURE['temperature']}"
+        replies = [self._ask(**HIGH_TEMPERATURE, **{name: NARROW[name]}, seed=seed) for seed in (1, 2)]
+        found = [first_divergence((self._usual, reply), self._prompt, self.answers.drift) for reply in replies]
         parted = [divergence for divergence in found if divergence is not None and not divergence.explained]
         if not parted:
             return "pass", f"{asked} gives the greedy text"
@@ -118,7 +121,7 @@ class SettingsCheck:
             return self._judged(index, reply)
         if place is None:
             return "skip", "the penalty would change no answer: none repeats a token whose lead is small enough"
-        parted = between((self.answers.first[index], reply), index, self.answers.drift)
+        parted = first_divergence((self.answers.first[index], reply), index, self.answers.drift)
         if parted is None or parted.position > place:
             return "fail", f"a penalty of {PENALTY:g} keeps the repeated token at position {place}: it is ignored"
         return "pass", f"a penalty of {PENALTY:g} changes the text at position {parted.position}"
@@ -165,7 +168,7 @@ class SettingsCheck:
         return "tie" if tie else "fail", f"with the stop string {stop!r} the text differs: {got.text[:40]!r}"
 
     def _tie(self, got: Reply) -> bool:
-        parted = between((self._usual, got), self._prompt, self.answers.drift)
+        parted = first_divergence((self._usual, got), self._prompt, self.answers.drift)
         return parted is not None and parted.explained
 
     def max_tokens(self) -> Outcome:
@@ -183,7 +186,7 @@ class SettingsCheck:
 
     def count(self) -> Outcome:
         prompt = self.answers.plan.prompts[self._prompt]
-        replies = self.answers.on.choices(prompt, **self.answers.greedy | HOT, n=2)
+        replies = self.answers.on.choices(prompt, **self.answers.greedy | HIGH_TEMPERATURE, n=2)
         return ("pass" if len(replies) == 2 else "fail"), f"n=2 gave {len(replies)} answers"
 
     def shape(self) -> Outcome:

@@ -16,7 +16,7 @@ from outpace.verify.servers.settings import SettingsCheck
 from outpace.verify.suite import PlannedCheck
 
 
-def server_questions(on: Server, off: Server | None, local: Model | None, plan: ServerPlan) -> list[PlannedCheck]:
+def server_checks(on: Server, off: Server | None, local: Model | None, plan: ServerPlan) -> list[PlannedCheck]:
     """List the checks of `on`; a server without speculation (`off`) and a local model each add some."""
     answers = ServerAnswers(on, off, plan)
     judge = None if local is None else LocalJudge(local, answers)
@@ -31,13 +31,13 @@ def server_questions(on: Server, off: Server | None, local: Model | None, plan: 
         checks["sampled distribution"] = partial(sampled_distribution, answers, judge)
     checks |= SettingsCheck(answers, judge).all()
     checks["concurrent = alone"] = partial(parity.concurrent_equals_alone, answers)
-    return [PlannedCheck(on.base, name, partial(_guarded, on.base, name, ask)) for name, ask in checks.items()]
+    return [PlannedCheck(on.base, name, partial(_guarded, on.base, name, run)) for name, run in checks.items()]
 
 
-def _guarded(subject: str, name: str, ask: Callable[[], Check]) -> Check:
+def _guarded(subject: str, name: str, run: Callable[[], Check]) -> Check:
     """Report a server error as a result, except in the first check, where it ends the run."""
     try:
-        return ask()
+        return run()
     except HTTPFailure as failure:
         if name == "repeatable":
             raise
