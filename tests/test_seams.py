@@ -273,6 +273,16 @@ def test_a_request_can_be_cancelled_while_its_prompt_is_fed(monkeypatch: pytest.
     assert seqs[0].generated == Model(ToyLM()).generate([1, 2], method="plain", max_tokens=30).tokens
 
 
+def test_prompts_that_begin_alike_are_computed_once() -> None:
+    """Also where the requests come at the same time, before any of them has a cache entry."""
+    lm, plain = Counted(), Model(ToyLM())
+    prompts = [[(3 * i) % 60 for i in range(200)] + [i] for i in range(6)]
+    found = Model(lm).generate(prompts, method="plain", max_tokens=5)
+    assert sum(fed for fed, _ in lm.passes) < 210
+    for prompt, done in zip(prompts, found, strict=True):
+        assert done.tokens == plain.generate(prompt, method="plain", max_tokens=5).tokens
+
+
 # Layouts that are no trees: a block of a diffusion model, every token of which sees all others.
 
 MASK = 63

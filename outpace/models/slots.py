@@ -54,10 +54,14 @@ class SlotLM(LM):
         """Return the cache entries that the first `tokens` of a text take; a model that packs tokens takes fewer."""
         return tokens
 
+    def _known(self, index: int, tokens: list[int], context: Context, taps: tuple[int, ...]) -> int:
+        """Return how many of these tokens a slot holds, under the same context and taps."""
+        slot = self.slots[index]
+        return common_prefix(slot.tokens, tokens) if (slot.context, slot.taps) == (context, taps) else 0
+
     def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
         def known(index: int) -> int:
-            slot = self.slots[index]
-            return common_prefix(slot.tokens, tokens) if (slot.context, slot.taps) == (context, taps) else 0
+            return self._known(index, tokens, context, taps)
 
         free = [i for i, slot in enumerate(self.slots) if not slot.busy]
         if not free:
@@ -72,6 +76,16 @@ class SlotLM(LM):
         slot = self.slots[best]
         slot.context, slot.taps, slot.busy = context, taps, True
         return best
+
+    def _adopt(self, index: int, tokens: list[int]) -> None:
+        """Copy a longer prefix from another slot, which may have been fed since this one was acquired."""
+        slot = self.slots[index]
+        if slot.layout is not None or slot.pending or len(tokens) <= len(slot.tokens) + MAX_DEFERRED:
+            return
+        known = [self._known(i, tokens, slot.context, slot.taps) for i in range(len(self.slots))]
+        source = max(range(len(known)), key=known.__getitem__)
+        if known[source] > known[index] + MAX_DEFERRED and self.copy(source, index, known[source]):
+            self._truncate(index, self.slots[source], known[source])
 
     def _truncate(self, index: int, source: Slot, length: int) -> None:
         hidden = self.hidden_states(source)
@@ -102,6 +116,7 @@ class SlotLM(LM):
         """Feed one slot; return the number of tokens that were run."""
         slot = self.slots[index]
         slot.begun = None
+        self._adopt(index, wanted)
         held = slot.tokens + slot.pending
         common = common_prefix(held, wanted)
         if slot.layout is not None:

@@ -51,6 +51,9 @@ class HeadLM(TransformersLM):
             self.keep_slot(index, [])
         return super()._feed(wanted[1:], index, limit)
 
+    def _adopt(self, index: int, tokens: list[int]) -> None:
+        """Copy nothing: the entries depend on the states that entered, too."""
+
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         return super().forward([replace(segment, features=self._entering(segment)) for segment in segments], taps)
 
