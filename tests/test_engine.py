@@ -178,7 +178,7 @@ def test_context_is_never_exceeded() -> None:
         done = small.generate([1, 2, 3] * 5, method=name, max_tokens=100)
         assert done.finish_reason == "length"
         assert done.prompt_tokens + len(done.tokens) == 20
-    with pytest.raises(UsageError, match="the model holds 20"):
+    with pytest.raises(UsageError, match="the model holds at most 20"):
         small.generate(list(range(20)))
 
 
