@@ -177,7 +177,11 @@ class Version:
         self._process = subprocess.Popen(
             command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.names: list[str] = self._answer()
+
+    def ready(self) -> list[str]:
+        """Wait until the version has loaded its model; return the names of its workloads."""
+        names: list[str] = self._answer()
+        return names
 
     def run(self, name: str) -> tuple[float, list[list[int]]]:
         assert self._process.stdin is not None
@@ -209,7 +213,8 @@ def main() -> None:
         Version(folder, asked.shape) for folder in (asked.other.resolve(), Path(__file__).resolve().parent.parent)
     )
     sys.stdout.write("| | tokens/s there | tokens/s here | here / there | texts |\n|---|---|---|---|---|\n")
-    for name in here.names:
+    there.ready()  # both load at the same time
+    for name in here.ready():
         rates: dict[Version, list[float]] = {there: [], here: []}
         for turn in range(asked.rounds + 2):  # the first two warm up
             texts = []
