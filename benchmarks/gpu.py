@@ -11,8 +11,6 @@ gain of speculation, on the text of a small model that is grown to the large sha
 from __future__ import annotations
 
 import argparse
-import atexit
-import gc
 import logging
 import random
 import statistics
@@ -108,9 +106,6 @@ def wrapped(model: LlamaForCausalLM) -> outpace.Model:
     start = time.perf_counter()
     found = outpace.wrap(model, compile=True)
     assert isinstance(getattr(found.lm, "runner", None), GraphRunner), "the model runs eagerly"
-    gc.collect()
-    gc.freeze()  # as the command line does
-    atexit.register(gc.unfreeze)
     say(f"compiled and compared in {time.perf_counter() - start:.1f} s")
     return found
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from outpace.core.tree import Budget, Tree
 from outpace.errors import OutpaceError, UsageError
 from outpace.testing import ToyLM
 from outpace.threads import compute_threads
+from outpace.threads.collector import RARE
 from outpace.threads.worker import IDLE
 from tests.callers import WAYS, Way, check, streams_in_turn, threads
 from tests.conftest import settings_of
@@ -400,3 +402,37 @@ TestAnything = Anything.TestCase
 TestAnything.settings = few
 TestAnythingOverlapping = AnythingOverlapping.TestCase
 TestAnythingOverlapping.settings = few
+
+
+def test_collections_are_rare_while_a_model_runs_passes(toy: Model) -> None:
+    before = gc.get_threshold()
+    stream = toy.stream(PROMPTS[0], method="plain", max_tokens=4000)
+    next(stream)
+    assert gc.get_threshold()[0] == RARE and gc.get_threshold()[1:] == before[1:]
+    stream.close()
+    wait_until(lambda: gc.get_threshold() == before)
+
+
+def test_a_threshold_that_a_user_sets_stays(toy: Model) -> None:
+    before = gc.get_threshold()
+    try:
+        stream = toy.stream(PROMPTS[0], method="plain", max_tokens=4000)
+        next(stream)
+        gc.set_threshold(1234)
+        stream.close()
+        wait_until(lambda: toy.engine.idle)
+        toy.worker.call(lambda: None)
+        assert gc.get_threshold()[0] == 1234
+        gc.set_threshold(0)  # off: it stays off
+        toy.generate(PROMPTS[0], method="plain", max_tokens=4)
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never happened")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import json
 from collections.abc import Callable
@@ -123,12 +122,8 @@ def load_model(name: str, how: Loading) -> Model:
         model = load(
             name, dtype=how.dtype, device=how.device, bitwise=how.bitwise, compile=how.compile, quantize=how.quantize
         )
+    gc.enable()  # it was off while modules were imported
     spent = getattr(getattr(model.lm, "runner", None), "compile_seconds", 0.0)
-    if spent:  # a compiler leaves much garbage
-        gc.collect()
-    gc.enable()
-    gc.freeze()  # scanning all imported objects takes 0.3 s, in the middle of an answer
-    atexit.register(gc.unfreeze)  # or libraries would report all these objects as leaked
     if spent >= MIN_REPORTED_SECONDS:
         stderr.print(f"[dim]Compiled {name} in {spent:.0f} s (cached for next time; --no-compile skips compilation)[/]")
     return model

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from outpace.errors import UsageError
+from outpace.threads.collector import collect_as_before, collect_rarely
 from outpace.threads.compute_threads import release_threads
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._successor: Worker | None = None  # does the work of this worker since they were joined
         self._stopping = False
+        self._busy = False  # it runs passes, so the garbage collector runs rarely
 
     @property
     def current(self) -> Worker:
@@ -120,10 +122,18 @@ class Worker:
 
     def _run(self) -> None:
         while self._obey():
+            self._set_busy(bool(self._active))
             for served in list(self._active):
                 if self._stopping or not served.serve():
                     self._active.remove(served)
                 del served  # so that a waiting thread does not keep an unused model alive
+            self._set_busy(bool(self._active))
+        self._set_busy(False)
+
+    def _set_busy(self, busy: bool) -> None:
+        if busy != self._busy:
+            self._busy = busy
+            (collect_rarely if busy else collect_as_before)()
 
     def _obey(self) -> bool:
         """Run posted commands, waiting for one if no pass has to run; return False if the thread may end."""
