@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence as Seq
 from functools import cache
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -27,9 +28,9 @@ from transformers import (
 
 from outpace import Completion, Model, RequestFailed, wrap
 from outpace.core.tree import Tree
-from outpace.errors import UsageError
+from outpace.errors import CacheFull, UsageError
 from outpace.models.adapt import adapt
-from outpace.models.hf.cache import FIRST_CAPACITY
+from outpace.models.hf.cache import FIRST_CAPACITY, GRAIN, SCRAP, CacheShape, PooledCache
 from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.snapshot import SnapshotLM
 from outpace.models.slots import CHUNK, MAX_DEFERRED, SlotLM
@@ -578,3 +579,57 @@ def test_a_draft_without_room_costs_speed_and_not_the_answer(rows: int) -> None:
         found = served.generate(prompts, method="draft", draft=draft, max_tokens=12)
         assert [c.tokens for c in found] == [*answers(), alone(700, 4)]
     assert served.generate(SHORT[0], method="draft", draft=draft, max_tokens=12).tokens == answers()[0]
+
+
+class Pages:
+    """Stands for memory that grows in place, up to a size."""
+
+    def __init__(self, shape: CacheShape, most: int):
+        self.whole = torch.zeros(shape.layers, 2, most, shape.heads, shape.dim)
+        self.most, self.entries = most, FIRST_CAPACITY
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.whole[:, :, : self.entries]
+
+    def grow(self, entries: int) -> None:
+        if entries > self.most:
+            raise torch.OutOfMemoryError("no pages left")
+        self.entries = max(self.entries, entries)
+
+
+@pytest.mark.parametrize("pages", [None, 1500, 4000])
+@settings(max_examples=60, deadline=None)
+@given(work=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 700)), max_size=14))
+def test_a_pool_that_grows_keeps_what_its_slots_hold(pages: int | None, work: list[tuple[int, int]]) -> None:
+    shape = CacheShape(2, 1, 4, torch.float32)
+    pool = PooledCache(shape, torch.device("cpu"))
+    if pages is not None:
+        pool.memory = Pages(shape, pages)  # type: ignore[assignment]
+        pool.pool, at = pool.memory.tensor, pool.memory.whole.data_ptr()  # type: ignore[attr-defined]
+    held: dict[int, int] = {}
+    for slot, length in work:
+        if not length:
+            pool.forget(slot)
+            held.pop(slot, None)
+            continue
+        try:
+            pool.reserve(slot, length)
+        except CacheFull as error:
+            assert pages is not None and error.slot == slot
+            others = sum(region.size for other, region in pool.regions.items() if other != slot)
+            assert SCRAP + others + length > pages - GRAIN  # only where it does not fit
+            continue
+        held[slot] = max(length, held.get(slot, 0))
+        for layer in range(2):
+            pool.keys[layer][slot][:, : held[slot]] = 10 * slot + layer
+            pool.values[layer][slot][:, : held[slot]] = -10 * slot - layer
+        for other, count in held.items():
+            for layer in range(2):
+                assert pool.keys[layer][other].shape[1] == pool.capacity[other] >= count
+                assert (pool.keys[layer][other][:, :count] == 10 * other + layer).all()
+                assert (pool.values[layer][other][:, :count] == -10 * other - layer).all()
+        taken = sorted(pool.regions.values())
+        assert all(a.end <= b.base for a, b in pairwise(taken)) and taken[0].base >= SCRAP
+        assert taken[-1].end <= pool.size
+    assert pages is None or pool.pool.data_ptr() == at

@@ -16,6 +16,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from outpace.errors import CacheFull
+from outpace.models.gpu_memory import growing
 from outpace.models.segment import Segment
 
 FIRST_CAPACITY = 256  # tokens
@@ -48,7 +49,7 @@ class SlotCache(Cache):
         """Append every segment's new keys and values to its slot."""  # [1, kv heads, tokens, head dim]
         at = 0
         for segment in segments:
-            count = len(segment.tokens)
+            count = segment.count
             for side, new in ((self.keys[layer], key), (self.values[layer], value)):
                 if segment.slot not in side:
                     side[segment.slot] = new.new_empty(new.shape[1], self.capacity[segment.slot], new.shape[3])
@@ -148,7 +149,8 @@ class CacheRegion(NamedTuple):
 
 
 class PooledCache(SlotCache):
-    """One tensor `[layers, 2, entries, kv heads, head dim]`; slots are regions of it."""
+    """One tensor `[layers, 2, entries, kv heads, head dim]`; slots are regions of it. On a CUDA device it grows in
+    place, elsewhere by copying."""
 
     def __init__(self, shape: CacheShape, device: torch.device, limit: int | None = None):
         super().__init__(shape.layers, limit)
@@ -157,7 +159,8 @@ class PooledCache(SlotCache):
         self.token_bytes = shape.nbytes
         self.regions: dict[int, CacheRegion] = {}
         self.generation = 0  # changes when the pool becomes another tensor
-        self.pool = self._empty(SCRAP + FIRST_CAPACITY)
+        self.memory = growing((shape.layers, 2), (shape.heads, shape.dim), shape.dtype, device, limit)
+        self.pool = self._empty(SCRAP + FIRST_CAPACITY) if self.memory is None else self.memory.tensor
         self.sides = self._sides()
 
     @property
@@ -184,16 +187,27 @@ class PooledCache(SlotCache):
         held = self.capacity.get(slot, 0)
         if length <= held:
             return
-        wanted = -(-max(length, 2 * held, FIRST_CAPACITY) // GRAIN) * GRAIN
-        others = sum(region.size for other, region in self.regions.items() if other != slot)
+        wanted, others = _grained(max(length, 2 * held, FIRST_CAPACITY)), self._others(slot)
         if self.limit is not None:
             most = self.limit // self.token_bytes - SCRAP - others
             if length > most:
                 raise self._full(slot, length, most)
             wanted = min(wanted, most)
+        try:
+            self._place(slot, wanted)
+        except CacheFull:
+            if wanted <= _grained(length):
+                raise
+            self._place(slot, _grained(length))  # no room to grow into
+
+    def _others(self, slot: int) -> int:
+        return sum(region.size for other, region in self.regions.items() if other != slot)
+
+    def _place(self, slot: int, wanted: int) -> None:
+        """Give this slot a region of `wanted` entries."""
         base = self._gap(wanted, slot)
         if base is None:
-            self._rebuild(slot, wanted, SCRAP + others + wanted)
+            self._rebuild(slot, wanted, SCRAP + self._others(slot) + wanted)
         else:
             self._settle(slot, CacheRegion(base, wanted))
 
@@ -229,21 +243,42 @@ class PooledCache(SlotCache):
         if self.limit is not None:
             size = max(least, min(size, self.limit // self.token_bytes))
         try:
-            self._resize(size)
+            self._enlarge(size if self.memory is None else least, size)
         except torch.OutOfMemoryError:
-            megabytes = size * self.token_bytes / 2**20
-            raise CacheFull(f"out of memory for a KV cache of {size} tokens ({megabytes:.1f} MiB)", slot) from None
+            megabytes = least * self.token_bytes / 2**20
+            raise CacheFull(f"out of memory for a KV cache of {least} tokens ({megabytes:.1f} MiB)", slot) from None
         base = self._gap(wanted, slot)
+        if base is None:
+            self._close_gaps(self.pool, slot)
+            base = self._gap(wanted, slot)
         assert base is not None, "a pool without gaps has enough room"
         self._settle(slot, CacheRegion(base, wanted))
 
-    def _resize(self, size: int) -> None:
-        old, self.pool = self.pool, self._empty(size)
+    def _enlarge(self, least: int, size: int) -> None:
+        """Make the pool this large or, where it grows in place, at least `least`."""
+        old = self.pool
+        if self.memory is None:
+            self.pool = self._empty(size)
+            self.generation += 1
+        else:
+            try:
+                self.memory.grow(size)
+            except torch.OutOfMemoryError:
+                self.memory.grow(least)
+            self.pool = self.memory.tensor
         self.sides = self._sides()
-        self.generation += 1
+        if self.memory is None:
+            self._close_gaps(old)
+
+    def _close_gaps(self, old: Tensor, last: int | None = None) -> None:
+        """Move all regions, from the old pool or within this one, to its front; the one of slot `last` behind them."""
+        regions = sorted(self.regions.items(), key=lambda item: (item[0] == last, item[1]))
+        end = [old[:, :, region.base : region.end].clone() for slot, region in regions if slot == last]
         at = SCRAP
-        for slot, region in sorted(self.regions.items(), key=lambda item: item[1]):
-            self.pool[:, :, at : at + region.size] = old[:, :, region.base : region.end]
+        for slot, region in regions:
+            held = end[0] if slot == last else old[:, :, region.base : region.end]
+            if old is not self.pool or at != region.base:
+                self.pool[:, :, at : at + region.size] = held.clone() if old is self.pool else held
             self.regions[slot] = CacheRegion(at, region.size)
             at += region.size
             self._show(slot)
@@ -273,3 +308,7 @@ class PooledCache(SlotCache):
         self.reserve(target, length)
         held = self.pool[:, :, self.base(source) : self.base(source) + length]
         self.pool[:, :, self.base(target) : self.base(target) + length] = held
+
+
+def _grained(length: int) -> int:
+    return -(-length // GRAIN) * GRAIN
