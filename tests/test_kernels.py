@@ -17,9 +17,18 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outpace.models.kernels import attention, linear, sample, sample_filtered, triton_runtime
+from outpace.models.kernels import (
+    attention,
+    attention_op,
+    linear,
+    prompt_attention,
+    sample,
+    sample_filtered,
+    triton_runtime,
+)
 from outpace.models.kernels.attention import AttentionTiles, KernelRule, PassVisibility
 from outpace.models.kernels.linear import Bytes, SharedInputMatrices
+from outpace.models.kernels.prompt_attention import PromptTiles
 from outpace.sampling import noise
 from outpace.sampling.sampler import Sampler
 from outpace.sampling.settings import Sampling
@@ -122,19 +131,57 @@ def test_attention(name: str, splits: int | None, dtype: torch.dtype) -> None:
     assert not found[-2:].any()
 
 
+PROMPTS: dict[str, dict[str, Any]] = {
+    "one prompt": {"jobs": [(70, 0, 0)]},
+    "the rest of one": {"jobs": [(37, 0, 50)]},
+    "several": {"jobs": [(1, 0, 9), (0, 0, 9), (40, 0, 33), (20, 0, 0)]},
+    "window": {"jobs": [(60, 0, 45), (9, 0, 0)], "window": 20},
+    "narrow window": {"jobs": [(60, 0, 45)], "window": 3},
+    "soft-cap and sinks": {"jobs": [(50, 0, 7)], "softcap": 5.0, "sinks": True},
+    "80 dimensions": {"jobs": [(40, 0, 5)], "heads": (2, 2, 80)},
+    "wide groups": {"jobs": [(30, 0, 40)], "heads": (7, 1, 16)},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tiles", [PromptTiles(16, 16, 4, 2), PromptTiles(32, 16, 4, 2), None], ids=str)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts(name: str, tiles: PromptTiles | None, dtype: torch.dtype) -> None:
+    case = {"heads": (4, 2, 16), "words": 2, "window": 0, "softcap": 0.0, "sinks": False, **PROMPTS[name]}
+    q, keys, values, seen = scene(case["jobs"], case["heads"], case["words"], dtype)
+    sinks = torch.randn(q.shape[1]).to(DEVICE, dtype) if case["sinks"] else None
+    rule = KernelRule(q.shape[2] ** -0.5, case["window"], case["softcap"], sinks)
+    q, seen = q[:-2], seen._replace(bits=seen.bits[:-2], positions=seen.positions[:-2])
+    due = dense_prompt(q, keys, values, seen, rule)
+    found = prompt_attention.launch(q, keys, values, seen._replace(bits=seen.bits[:0]), rule, tiles)
+    torch.testing.assert_close(found.double().cpu(), due, atol=ERROR[dtype], rtol=0)
+
+
+def dense_prompt(q: Tensor, keys: Tensor, values: Tensor, seen: PassVisibility, rule: KernelRule) -> Tensor:
+    """The attention of each token by itself, whose window reaches into the prompt as well."""
+    out = []
+    for token0, count, base, prefix in seen.jobs.tolist():
+        for i in range(count):
+            first = max(0, prefix + i - rule.window + 1) if rule.window else 0
+            alone = torch.tensor([[0, 1, base + first, prefix + i - first]], device=DEVICE)
+            one = PassVisibility(alone, torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+            out.append(dense(q[token0 + i :][:1], keys, values, one, rule._replace(window=0)))
+    return torch.cat(out)
+
+
 def test_attention_keeps_what_is_not_a_number() -> None:
     q, keys, values, seen = scene([(1, 2, 40), (1, 2, 40)], (2, 1, 16), 1, torch.float32)
     keys[5] = math.nan
-    found = attention.attend(q, keys, values, seen, KernelRule(0.25))
+    found = attention_op.attend(q, keys, values, seen, KernelRule(0.25))
     assert found[:3].isnan().all() and found[3:].isfinite().all()
 
 
 def test_attention_of_a_token_that_sees_nothing() -> None:
     q, keys, values, seen = scene([(2, 0, 0)], (2, 1, 16), 1, torch.float32)
     seen.bits[1] = 0
-    assert not attention.attend(q, keys, values, seen, KernelRule(0.25))[1].any()
+    assert not attention_op.attend(q, keys, values, seen, KernelRule(0.25))[1].any()
     with pytest.raises(ValueError):
-        attention.attend(q.double(), keys.double(), values.double(), seen, KernelRule(0.25))
+        attention_op.attend(q.double(), keys.double(), values.double(), seen, KernelRule(0.25))
 
 
 def test_attention_plans_follow_shapes() -> None:
@@ -469,7 +516,7 @@ def test_operators_compile_into_one_graph() -> None:
     _, weights = rows_of(3, 32, [40], torch.float32)
 
     def step(words: Tensor, heat: Tensor) -> Tensor:
-        mixed = attention.attend(q, keys, values, seen, KernelRule(0.25)).flatten(1)
+        mixed = attention_op.attend(q, keys, values, seen, KernelRule(0.25)).flatten(1)
         (logits,) = linear.linears(mixed, weights, [], [None])
         return sample.choose(logits, words, heat)[0]
 
@@ -484,7 +531,7 @@ def test_operators_are_captured() -> None:
     args = torch.randn(8, 5000, device=DEVICE), words_at(0, list(range(8))), torch.ones(8, device=DEVICE)
 
     def step() -> list[Tensor]:
-        mixed = attention.attend(q, keys, values, seen, KernelRule(0.125))
+        mixed = attention_op.attend(q, keys, values, seen, KernelRule(0.125))
         return [mixed, *linear.linears(x, weights, [], [None, None]), *sample.choose(*args)]
 
     want, graph = step(), torch.cuda.CUDAGraph()

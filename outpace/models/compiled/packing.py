@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from outpace.models.hf.attention import AttentionRule
-from outpace.models.hf.cache import PooledCache
-from outpace.models.kernels import attention, cpu, linear, sample, sample_filtered  # noqa: F401 (they define operators)
+from outpace.models.hf.cache import SCRAP, PooledCache
+from outpace.models.kernels import attention_op, cpu, linear, sample, sample_filtered  # noqa: F401 (they define operators)
 from outpace.models.segment import Segment
 
 WORDS = 2  # of 64 bits
 LONGEST = 64 * WORDS  # the most tokens of a segment in a compiled pass
-MOST_SEGMENTS = 64  # in a compiled pass
+MOST_SEGMENTS = 256  # in a compiled pass
 SIGN = 1 << 63
 
 
@@ -30,7 +30,7 @@ class CompiledAttention(NamedTuple):
     values: Tensor
     where: Tensor  # [tokens]: pool entries that this pass writes
     segments: Tensor  # [segments, 4]: first token, token count, first pool entry of the slot, committed entries
-    bits: Tensor  # [tokens, WORDS]
+    bits: Tensor  # [tokens, WORDS]; of prompts [0, WORDS]: each token sees all before it
     positions: Tensor  # [tokens]
     window: int  # 0: none
 
@@ -47,7 +47,7 @@ class CompiledAttention(NamedTuple):
 class Packing(NamedTuple):
     """The tokens of a pass and their places, on the host."""
 
-    columns: list[list[int]]  # [3 + WORDS][tokens]: ids, positions, pool entries, words of bits
+    columns: list[list[int]]  # [3 + WORDS or 3][tokens]: ids, positions, pool entries, words of bits
     segments: list[list[int]]  # [segments][4]
 
 
@@ -56,7 +56,7 @@ def fits(segments: Seq[Segment], windows: Seq[int | None], most: int) -> bool:
     longest = max(segment.end - segment.start for segment in segments)
     return (
         len(segments) <= MOST_SEGMENTS
-        and sum(len(segment.tokens) for segment in segments) <= most
+        and sum(segment.count for segment in segments) <= most
         and longest <= LONGEST
         and all(window is None or window > longest for window in windows)
     )
@@ -66,17 +66,28 @@ def parts(segments: Seq[Segment], most: int) -> list[list[Segment]]:
     """Split segments, in order, into as few passes of at most `most` tokens as possible; a larger one runs alone."""
     found, tokens = [list[Segment]()], 0
     for segment in segments:
-        if found[-1] and (tokens + len(segment.tokens) > most or len(found[-1]) == MOST_SEGMENTS):
+        if found[-1] and (tokens + segment.count > most or len(found[-1]) == MOST_SEGMENTS):
             found.append([])
             tokens = 0
         found[-1].append(segment)
-        tokens += len(segment.tokens)
+        tokens += segment.count
     return found
 
 
 def pack(segments: Seq[Segment], cache: PooledCache, tokens: int, batch: int) -> Packing:
     """Pack segments, padded to `tokens` and `batch`; the padding is written to the pool's scrap entries."""
-    ids, positions, entries, bits = list[int](), list[int](), list[int](), list[int]()
+    packed = pack_prompts(segments, cache, batch)
+    columns, count = packed.columns, len(packed.columns[0])
+    zeros = [0] * (tokens - count)
+    bits = [mask for segment in segments for mask in _bits(segment)]
+    words = [[_word(mask >> 64 * i) for mask in bits] + [int(not i)] * len(zeros) for i in range(WORDS)]
+    scrap = [i % SCRAP for i in range(count, tokens)]
+    return Packing([columns[0] + zeros, columns[1] + zeros, columns[2] + scrap, *words], packed.segments)
+
+
+def pack_prompts(segments: Seq[Segment], cache: PooledCache, batch: int) -> Packing:
+    """Pack segments without bits, because every token of a prompt sees all tokens before it."""
+    ids, positions, entries = list[int](), list[int](), list[int]()
     found: list[list[int]] = []
     for segment in segments:
         base, fed = cache.base(segment.slot), segment.tokens
@@ -85,22 +96,19 @@ def pack(segments: Seq[Segment], cache: PooledCache, tokens: int, batch: int) ->
         ids += fed
         positions += segment.positions
         entries += range(first, first + len(fed))
-        bits += _bits(segment)
-    at, spare = len(ids), tokens - len(ids)
-    zeros = [0] * spare
-    words = [[_word(mask >> 64 * i) for mask in bits] + [int(not i)] * spare for i in range(WORDS)]
-    entries += [i % batch for i in range(at, tokens)]
     found += [[0, 0, 0, 0]] * (batch - len(segments))
-    return Packing([ids + zeros, positions + zeros, entries, *words], found)
+    return Packing([ids, positions, entries], found)
 
 
 def _bits(segment: Segment) -> list[int]:
     """For each token of the segment, return the entries after the committed ones that it sees, as a bit mask."""
-    fed = len(segment.pending)
+    fed, layout = len(segment.pending), segment.layout
+    if layout is not None and not fed and len(layout.tokens) == 1:
+        return [1]
     bits = [(1 << (i + 1)) - 1 for i in range(fed)]
-    if segment.layout is not None:
+    if layout is not None:
         before = (1 << fed) - 1
-        bits += [before | nodes << fed for nodes in segment.layout.sees(segment.since)]
+        bits += [before | nodes << fed for nodes in layout.sees(segment.since)]
     return bits
 
 

@@ -23,7 +23,9 @@ class PassVisibility(NamedTuple):
     """Which entries each token sees in one pass. It is on the device, and the host reads nothing of it."""
 
     jobs: Tensor  # int64 [jobs, 4]: first token, number of tokens, first entry, committed entries
-    bits: Tensor  # int64 [tokens, words]: bit j of word w: the token sees entry 64 w + j after the committed ones
+    # int64 [tokens, words]: bit j of word w: the token sees entry 64 w + j after the committed ones. Of prompts, [0,
+    # words]: each token sees all entries before it.
+    bits: Tensor
     positions: Tensor  # int64 [tokens]: position in the text
 
 
@@ -45,32 +47,6 @@ class AttentionTiles:
     splits: int
     warps: int = 4
     stages: int = 3
-
-
-def attend(q: Tensor, keys: Tensor, values: Tensor, seen: PassVisibility, rule: KernelRule) -> Tensor:
-    """Return the attention output of each token; zeros for tokens of no job."""
-    # [tokens, heads, dim], [pool, kv heads, dim] twice -> [tokens, heads, dim]
-    options = [rule.scale, float(rule.window), rule.softcap]
-    return torch.ops.outpace.attend(q, keys, values, list(seen), rule.sinks, options)
-
-
-@torch.library.custom_op(
-    "outpace::attend",
-    mutates_args=(),
-    schema="(Tensor q, Tensor keys, Tensor values, Tensor[] seen, Tensor? sinks, float[] options) -> Tensor",
-)
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, seen: list[Tensor], sinks: Tensor | None, options: list[float]
-) -> Tensor:
-    scale, window, softcap = options
-    return launch(q, keys, values, PassVisibility(*seen), KernelRule(scale, int(window), softcap, sinks))
-
-
-@_attend.register_fake
-def _(
-    q: Tensor, keys: Tensor, values: Tensor, seen: list[Tensor], sinks: Tensor | None, options: list[float]
-) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 def plan(q: Tensor, keys: Tensor, jobs: int) -> AttentionTiles:
