@@ -85,7 +85,7 @@ class Device(ToyLM):
         self._sent.drop(slot)
         super().release(slot)
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
         for slot in slots:
             self._sent.drop(slot)
         return super().feed(tokens, slots, limit)

@@ -15,7 +15,6 @@ from outpace import registry
 from outpace.api.load_options import LoadOptions
 from outpace.api.model import Model
 from outpace.api.request import Request
-from outpace.core import scheduler
 from outpace.core.drafter import Drafter
 from outpace.core.engine import Engine
 from outpace.core.layout import Layout
@@ -69,9 +68,9 @@ class SixMethods(LM):
     def release(self, slot: int) -> None:
         self.texts[slot] = []
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
         self.texts.update({slot: list(text) for text, slot in zip(tokens, slots, strict=True)})
-        return True
+        return [True] * len(slots)
 
     def score(
         self, layouts: Seq[Layout], slots: Seq[int], since: Seq[int] | None = None, picks: Picks = None
@@ -223,7 +222,7 @@ class Counted(ToyLM):
 
 
 def test_a_long_prompt_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "PROMPT_TOKENS", 32)
+    monkeypatch.setattr(Counted, "prompt_tokens", 32)
     long, short = [(7 * i) % 60 for i in range(400)], [1, 2, 3]
     lm, plain = Counted(), Model(ToyLM())
     model, engine = Model(lm), Engine(lm)
@@ -254,7 +253,7 @@ def test_a_prompt_alone_is_fed_at_once() -> None:
 
 
 def test_a_request_can_be_cancelled_while_its_prompt_is_fed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "PROMPT_TOKENS", 16)
+    monkeypatch.setattr(Counted, "prompt_tokens", 16)
     lm = Counted()
     model, engine = Model(lm), Engine(lm)
     seqs = [

@@ -12,7 +12,7 @@ code of one request raises an error, only that request ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from outpace.core.layout import Layout
 from outpace.core.lm import LM, Scores
 from outpace.core.policy import PassReport
-from outpace.core.scheduler import Scheduler
+from outpace.core.scheduler import Scheduler, slot_of
 from outpace.core.sequence import Sequence, Step
 from outpace.core.stats import timed
 from outpace.core.tree import Budget
@@ -52,9 +52,9 @@ class PassInFlight(NamedTuple):
 class Engine:
     """Runs the submitted requests; each step is one pass of the target over all running requests. Has no threads."""
 
-    def __init__(self, target: LM, max_batch: int = 16, overlap: bool = True):
+    def __init__(self, target: LM, max_batch: int | None = None, overlap: bool = True):
         self.target = target
-        self.scheduler = Scheduler(target, max_batch)
+        self.scheduler = Scheduler(target, target.usual_batch if max_batch is None else max_batch)
         self._overlap = overlap and target.asynchronous
         self._late: list[Event] = []  # events of the last pass, delivered while the next one runs
 
@@ -68,8 +68,7 @@ class Engine:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the host processes pass N while pass N + 1 runs on the device. Events then carry no scores, because
-        pass N + 1 reuses the output buffers of pass N."""
+        """Whether the host processes a pass while the next one runs, which overwrites its scores: events have none."""
         return self._overlap and not any(seq.watched for seq in self.running)
 
     def submit(self, seq: Sequence) -> None:
@@ -88,12 +87,10 @@ class Engine:
         for event in late:  # the pass is running on the device, so the host has time
             deliver(event)
         overlaps = self.overlaps
-        events = self._end(flight)
-        if overlaps:
-            self._late = [replace(event, scores=None) for event in events]
-        else:
-            for event in events:
-                deliver(event)
+        events = self._end(flight, not overlaps)
+        self._late = events if overlaps else []
+        for event in events if not overlaps else ():
+            deliver(event)
 
     def serve(self) -> bool:
         """Run one pass and send its events to the listeners of the requests; False when all requests have ended."""
@@ -144,7 +141,7 @@ class Engine:
                 self._run_ahead(layouts)
         return PassInFlight(layouts, scores, [Event(seq) for seq in failed], seconds)
 
-    def _end(self, flight: PassInFlight) -> list[Event]:
+    def _end(self, flight: PassInFlight, with_scores: bool = True) -> list[Event]:
         """Wait for the pass, and commit its results to the running requests."""
         layouts, scores, events, seconds = flight.layouts, flight.scores, flight.events, flight.seconds
         with timed(seconds, "score"):  # so that the wait is not counted as the time of the first reader
@@ -154,9 +151,9 @@ class Engine:
             steps = {seq.id: self._verify(seq, layouts[seq.id], scores[seq.id]) for seq in self.running}
         with timed(seconds, "keep"):
             kept = [(seq, step) for seq in self.running if (step := steps[seq.id]) is not None]
-            self.target.keep([step.kept for _, step in kept], [_slot(seq) for seq, _ in kept])
+            self.target.keep([step.kept for _, step in kept], [slot_of(seq) for seq, _ in kept])
             behind = [seq for seq, step in kept if len(step.kept) < len(step.tokens)]  # tokens without cache entries
-            self.target.feed([seq.tokens[:-1] for seq in behind], [_slot(seq) for seq in behind])
+            self.target.feed([seq.tokens[:-1] for seq in behind], [slot_of(seq) for seq in behind])
         with timed(seconds, "draft"):  # learning from a pass counts as drafting
             for seq, step in kept:
                 self._observe(seq, step, scores[seq.id])
@@ -164,7 +161,7 @@ class Engine:
         self._report(PassReport(seconds, size, sum(map(len, layouts.values()))))
         for seq in list(self.running):
             seq.stats.spend(seconds)
-            events.append(Event(seq, steps[seq.id], scores[seq.id], seconds, size))
+            events.append(Event(seq, steps[seq.id], scores[seq.id] if with_scores else None, seconds, size))
             if seq.finished:
                 self.scheduler.leave(seq)
         return events
@@ -218,7 +215,7 @@ class Engine:
         bare = False
         while self.running:
             try:
-                slots, picks = [_slot(seq) for seq in self.running], [seq.verifier.pick(seq) for seq in self.running]
+                slots, picks = [slot_of(seq) for seq in self.running], [seq.verifier.pick(seq) for seq in self.running]
                 found = self.target.score([layouts[seq.id] for seq in self.running], slots, picks=picks)
                 return {seq.id: scores for seq, scores in zip(self.running, found, strict=True)}
             except (CacheFull, torch.OutOfMemoryError) as error:
@@ -240,7 +237,7 @@ class Engine:
 
         def alone(group: list[Sequence]) -> None:
             (seq,) = group
-            self.target.score([layouts[seq.id]], [_slot(seq)], picks=[seq.verifier.pick(seq)])
+            self.target.score([layouts[seq.id]], [slot_of(seq)], picks=[seq.verifier.pick(seq)])
 
         self._guarded([[seq] for seq in self.running], alone, found)
         return found
@@ -251,7 +248,7 @@ class Engine:
         left = [seq for seq in self.running if seq.room > 1]
         bare = all(len(layouts[seq.id]) == 1 and seq.limits.logprobs is None and seq.policy.idle(seq) for seq in left)
         if ahead is not None and left and bare:
-            ahead.begin([_slot(seq) for seq in left], [seq.verifier.pick(seq) for seq in left])
+            ahead.begin([slot_of(seq) for seq in left], [seq.verifier.pick(seq) for seq in left])
 
     def _verify(self, seq: Sequence, layout: Layout, scores: Scores) -> Step | None:
         self._read_states(seq)
@@ -287,7 +284,8 @@ class Engine:
 
     def _read_states(self, seq: Sequence) -> None:
         states = self.target.states
-        seq.hidden = None if states is None else states.read(_slot(seq))
+        if states is not None and (seq.drafter.taps or seq.verifier.taps):
+            seq.hidden = states.read(slot_of(seq))
 
 
 def _notify(event: Event) -> None:
@@ -301,8 +299,3 @@ def _grouped(seqs: list[Sequence], shared: Callable[[Sequence], object]) -> list
     for seq in seqs:
         groups.setdefault(id(shared(seq)), []).append(seq)
     return list(groups.values())
-
-
-def _slot(seq: Sequence) -> int:
-    assert seq.slot is not None, "a running sequence has a slot"
-    return seq.slot

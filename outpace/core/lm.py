@@ -40,6 +40,8 @@ class LM(ABC):
     trees: bool = True  # False: only chains can be scored
     asynchronous: bool = False  # True: `score` returns before the pass has finished
     lazy_logits: bool = False  # True: reading logits is slow; use the model's own choice where possible
+    prompt_tokens: int = 512  # of prompts, to feed between two passes of other requests
+    usual_batch: int = 16  # requests that run at a time, unless the caller says otherwise
 
     layers: Layers | None = None
     drafts: SelfDraft | None = None
@@ -49,10 +51,9 @@ class LM(ABC):
 
     @abstractmethod
     def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
-        """Return a slot for a text that begins with `tokens`, with any cached prefix reused.
+        """Return a slot for a text that begins with `tokens`. A cached prefix is reused if it has the same `context`.
 
-        A cached prefix is reused only for the same `context`. `taps` are the hidden states that will be read, numbered
-        as in Transformers.
+        `taps` are the hidden states that will be read, numbered as in Transformers.
         """
 
     @abstractmethod
@@ -60,10 +61,10 @@ class LM(ABC):
         """Free the slot; its text stays cached until another text overwrites it."""
 
     @abstractmethod
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
-        """Make each slot hold exactly these tokens: keep the common prefix, run the rest.
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
+        """Make each slot hold exactly these tokens: keep the common prefix, run the rest. Return which slots do.
 
-        With a `limit`, stop after about `limit` tokens and return False: call again with the same tokens.
+        With a `limit`, stop after about `limit` tokens. Call again, with the same tokens, for the slots that do not.
         """
 
     @abstractmethod
@@ -79,6 +80,9 @@ class LM(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Drop what idle slots hold, so that the next request reuses no cached prefix."""
+
+    def prepare(self, requests: int) -> None:  # noqa: B027 (most models have nothing to prepare)
+        """Prepare passes of up to this many requests, so that no answer waits for it."""
 
     @property
     def embeddings(self) -> Embeddings | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from outpace.core.layout import Layout
 from outpace.core.sequence import Sequence, Step
-from outpace.core.tree import ROOT, Budget, Signal, Tree
+from outpace.core.tree import OFF, ROOT, Budget, Signal, Tree
 from outpace.errors import UsageError
 
 
@@ -33,8 +33,9 @@ class Policy:
     def budget(self, seq: Sequence) -> Budget:
         """Return the limits of the next draft of this sequence."""
         limit = seq.drafter.limit
-        depth = limit.depth if self.depth is None else self.depth
         width = limit.width if self.width is None else self.width
+        if not (depth := limit.depth if self.depth is None else self.depth):
+            return OFF
         # A chain that is deeper than the drafter's own limit gets as many nodes as its depth.
         nodes = self.nodes if self.nodes is not None else max(limit.nodes, depth)
         return Budget(depth, nodes, width)
@@ -64,8 +65,7 @@ class Policy:
         return [self._prune(seq, draft) for seq, draft in zip(seqs, fitting, strict=True)]
 
     def _prune(self, seq: Sequence, tree: Tree) -> Tree:
-        """Prune what follows tokens at which `keep_drafting` stops. Draft models have called it after each token; other
-        methods draft all tokens at once."""
+        """Prune what follows tokens at which `keep_drafting` stops; while they drafted, draft models have called it."""
         if seq.drafter.model_source is not None or tree.proposals:
             return tree
         depths, grows = tree.depths, {ROOT: True}

@@ -1,11 +1,11 @@
 """Scheduler: decides which requests run. A request waits, gets a slot of the target's cache, and frees it at its end.
-
 While other requests run, prompts are fed in chunks (chunked prefill), so that a long prompt does not stop the others.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate, compress
 
 import torch
 
@@ -13,13 +13,11 @@ from outpace.core.lm import LM, MemoryNeed
 from outpace.core.sequence import Sequence
 from outpace.errors import CacheFull, UsageError
 
-PROMPT_TOKENS = 512  # prompt tokens per step while other requests run
-
 
 class Scheduler:
     """Holds the queue of requests and the slots of running requests, and decides what happens when memory runs out."""
 
-    def __init__(self, target: LM, max_batch: int = 16):
+    def __init__(self, target: LM, max_batch: int):
         self.target = target
         self.max_batch = max_batch
         self.waiting: deque[Sequence] = deque()
@@ -41,8 +39,7 @@ class Scheduler:
             raise UsageError(f"the prompt has {len(seq.tokens)} tokens, but the model holds {self.target.max_length}")
         seq.target, seq.vocab = self.target, self.target.vocab
         if seq.verifier.needs_trees and not self.target.trees:
-            name = type(seq.verifier).__name__
-            raise UsageError(f"{name} needs a model that can score trees, but this one scores only chains")
+            raise UsageError(f"{type(seq.verifier).__name__} scores trees, which this model cannot: it scores chains")
         seq.drafter.open(seq)
         _taps(seq)
         self.waiting.append(seq)
@@ -74,29 +71,31 @@ class Scheduler:
         return self.full and bool(self.running or self.feeding)
 
     def _feed(self, failed: list[Sequence]) -> None:
-        """Feed prompts in order of arrival, about `PROMPT_TOKENS` a step; if no request runs, the first one whole."""
-        left = PROMPT_TOKENS
-        while self.feeding and (left > 0 or not self.running):
-            seq = self.feeding[0]
-            assert seq.slot is not None, "a feeding request has a slot"
-            wanted = len(seq.tokens) - 1
-            try:
-                done = self.target.feed([seq.tokens[:-1]], [seq.slot], left if self.running else None)
-            except Exception as error:
-                self._failed(seq, error, failed)
-                continue
-            if not done:
-                return
-            left -= wanted
-            self.running.append(self.feeding.popleft())
+        """Feed prompts in order of arrival: some tokens a step, or the first prompts whole if no request runs."""
+        limit, before = self.target.prompt_tokens, accumulate((len(seq.tokens) for seq in self.feeding), initial=0)
+        group = [seq for seq, tokens in zip(self.feeding, before, strict=False) if tokens < limit]
+        self._feed_group(group, limit if self.running else None, failed)
+
+    def _feed_group(self, group: list[Sequence], limit: int | None, failed: list[Sequence]) -> None:
+        """Feed prompts together; after an error each one alone, to find the request that it belongs to."""
+        try:
+            done = self.target.feed([seq.tokens[:-1] for seq in group], list(map(slot_of, group)), limit)
+        except Exception as error:
+            if len(group) == 1:
+                return self._failed(group[0], error, failed)
+            for seq in group:
+                self._feed_group([seq], limit, failed)
+        else:
+            for seq in compress(group, done):
+                self.feeding.remove(seq)
+                self.running.append(seq)
 
     def _failed(self, seq: Sequence, error: Exception, failed: list[Sequence]) -> None:
         """Handle a failed admission: the request waits if memory is short and other requests will free some."""
-        if isinstance(error, CacheFull | torch.OutOfMemoryError):
-            if not self.make_room(seq, error):
-                failed.append(seq)
-        else:
+        if not isinstance(error, CacheFull | torch.OutOfMemoryError):
             self.fail(seq, error)
+            failed.append(seq)
+        elif not self.make_room(seq, error):
             failed.append(seq)
 
     def make_room(self, seq: Sequence, error: Exception) -> bool:
@@ -138,6 +137,12 @@ class Scheduler:
         if seq.slot is not None:
             self.target.release(seq.slot)
             seq.slot = None
+
+
+def slot_of(seq: Sequence) -> int:
+    """Return the slot of a request that has one."""
+    assert seq.slot is not None, "a request has a slot while it is fed and while it runs"
+    return seq.slot
 
 
 def _advice(need: MemoryNeed, prompt: int) -> str:

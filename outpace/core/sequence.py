@@ -49,8 +49,7 @@ class Limits:
 class Step:
     """One pass of one sequence: its drafted, accepted and committed tokens.
 
-    A pass may commit nothing. It may also commit tokens that have no cache entry: tokens that are not among the kept
-    nodes are fed before the next pass.
+    A pass may commit nothing, or tokens without a cache entry: those of no kept node are fed before the next pass.
     """
 
     layout: Layout
@@ -71,7 +70,7 @@ class Step:
     @property
     def accepted(self) -> int:
         """Number of committed tokens that were drafted."""
-        return max(0, min(len(self.path) - 1, len(self.tokens)))
+        return min(len(self.path) - 1, len(self.tokens)) if len(self.path) > 1 else 0
 
 
 @dataclass(eq=False)

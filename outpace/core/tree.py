@@ -80,11 +80,13 @@ class Tree(Layout):
     decision: Decision | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        self._children: list[dict[int, int]] = [{} for _ in self.tokens]
+        if self.parents == [-1] and len(self.tokens) == 1:  # a lone root, of which every plain pass makes some
+            return
         if len(self.tokens) != len(self.parents):
             raise ValueError(f"a tree needs one parent per token, got {len(self.tokens)} and {len(self.parents)}")
         if any(not (i > p >= 0) for i, p in enumerate(self.parents) if i) or self.parents[:1] != [-1]:
             raise ValueError(f"parents must come before children and the root has parent -1, got {self.parents}")
-        self._children: list[dict[int, int]] = [{} for _ in self.tokens]
         for node in range(1, len(self.tokens)):
             siblings = self._children[self.parents[node]]
             if self.tokens[node] in siblings:

@@ -59,11 +59,11 @@ class TranslatedLM(LM):
         del self._held[slot]
         self.lm.release(slot)
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
         """Only store the tokens: what the draft is fed depends on the token that follows."""
         for wanted, slot in zip(tokens, slots, strict=True):
             self._held[slot].tokens = list(wanted)
-        return True
+        return [True] * len(slots)
 
     def score(
         self, layouts: Seq[Layout], slots: Seq[int], since: Seq[int] | None = None, picks: Picks = None

@@ -60,10 +60,10 @@ class LinkedLM(CachelessLM):
         """Store the head's states for the text in this slot of the cache."""  # [slots of the head, hidden]
         self._slots[slot] = slots
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
         for slot in slots:
             self.slots[slot].forget_layout()
-        return True
+        return [True] * len(slots)
 
     @torch.no_grad()
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:

@@ -49,7 +49,7 @@ class EarlyExitLM(LM):
     def release(self, slot: int) -> None:
         self.whole.release(slot)
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
         return self.whole.feed(tokens, slots, limit)
 
     def score(

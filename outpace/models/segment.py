@@ -51,12 +51,19 @@ class Segment:
     features: Tensor | None = None  # [tokens, hidden]: input beside the tokens, for a model that takes features
 
     @property
+    def count(self) -> int:
+        """The number of `tokens`."""
+        return len(self.pending) + (0 if self.layout is None else len(self.layout.tokens) - self.since)
+
+    @property
     def tokens(self) -> list[int]:
         return self.pending + (self.layout.tokens[self.since :] if self.layout is not None else [])
 
     @property
     def positions(self) -> list[int]:
         first = self.start + len(self.pending)
+        if self.layout is not None and len(self.layout.tokens) == 1 and not self.since:
+            return [*range(self.start, first), first]
         nodes = self.layout.positions(first, self.since) if self.layout is not None else []
         return [*range(self.start, first), *nodes]
 
@@ -68,7 +75,7 @@ class Segment:
     @property
     def end(self) -> int:
         """The number of cache entries of the slot after the pass."""
-        return self.start + len(self.pending) + (len(self.layout) if self.layout is not None else 0)
+        return self.start + len(self.pending) + (0 if self.layout is None else len(self.layout.tokens))
 
     @property
     def tree(self) -> Tree:
@@ -156,7 +163,10 @@ class SegmentOutput:
 
 def common_prefix(a: Seq[int], b: Seq[int]) -> int:
     """Return the length of the common prefix of two token lists."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
+    low, high = 0, min(len(a), len(b))
+    if high and a[0] == b[0] and a[:high] == b[:high]:
+        return high
+    while low < high:  # by bisection, because comparing slices is far faster than comparing tokens
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low

@@ -25,6 +25,7 @@ class SlotLM(LM):
     """A model with slots. It has no optional capabilities; a runtime adds them."""
 
     chunk: int = CHUNK
+    shares_prompts: bool = False  # True: prompts of several slots share passes
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
@@ -57,20 +58,19 @@ class SlotLM(LM):
     def _known(self, index: int, tokens: list[int], context: Context, taps: tuple[int, ...]) -> int:
         """Return how many of these tokens a slot holds, under the same context and taps."""
         slot = self.slots[index]
-        return common_prefix(slot.tokens, tokens) if (slot.context, slot.taps) == (context, taps) else 0
+        if not slot.tokens or (slot.context, slot.taps) != (context, taps):
+            return 0
+        return common_prefix(slot.tokens, tokens)
 
     def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
-        def known(index: int) -> int:
-            return self._known(index, tokens, context, taps)
-
-        free = [i for i, slot in enumerate(self.slots) if not slot.busy]
-        if not free:
+        if all(slot.busy for slot in self.slots):
             self.slots.append(Slot())
-            free = [len(self.slots) - 1]
-        best = max(free, key=lambda i: (known(i), -len(self.slots[i].tokens)))
-        source = max(range(len(self.slots)), key=known)
-        if known(source) > known(best) and self.copy(source, best, known(source)):
-            self._truncate(best, self.slots[source], known(source))
+        known = [self._known(i, tokens, context, taps) for i in range(len(self.slots))]
+        free = [i for i, slot in enumerate(self.slots) if not slot.busy]
+        best = max(free, key=lambda i: (known[i], -len(self.slots[i].tokens)))
+        source = max(range(len(known)), key=known.__getitem__)
+        if known[source] > known[best] and self.copy(source, best, known[source]):
+            self._truncate(best, self.slots[source], known[source])
         elif (self.slots[best].context, self.slots[best].taps) != (context, taps):
             self._truncate(best, self.slots[best], self.crop(best, 0))
         slot = self.slots[best]
@@ -80,7 +80,7 @@ class SlotLM(LM):
     def _adopt(self, index: int, tokens: list[int]) -> None:
         """Copy a longer prefix from another slot, which may have been fed since this one was acquired."""
         slot = self.slots[index]
-        if slot.layout is not None or slot.pending or len(tokens) <= len(slot.tokens) + MAX_DEFERRED:
+        if slot.layout is not None or len(tokens) <= len(slot.tokens) + MAX_DEFERRED:
             return
         known = [self._known(i, tokens, slot.context, slot.taps) for i in range(len(self.slots))]
         source = max(range(len(known)), key=known.__getitem__)
@@ -103,17 +103,16 @@ class SlotLM(LM):
             if not slot.busy:
                 self._truncate(index, slot, self.crop(index, 0))
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> bool:
+    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
+        texts = {index: self._begin(wanted, index) for wanted, index in zip(tokens, slots, strict=True)}
         left = limit
-        for wanted, index in zip(tokens, slots, strict=True):
-            fed = self._feed(wanted, index, left)
-            if self.slots[index].pending and len(self.slots[index].pending) > MAX_DEFERRED:
-                return False
-            left = None if left is None else left - fed
-        return True
+        while (left is None or left > 0) and (segments := self._prompt_pass(texts, left)):
+            self._run(segments)
+            left = None if left is None else left - sum(len(segment.pending) for segment in segments)
+        return [len(self.slots[index].pending) <= MAX_DEFERRED for index in slots]
 
-    def _feed(self, wanted: list[int], index: int, limit: int | None = None) -> int:
-        """Feed one slot; return the number of tokens that were run."""
+    def _begin(self, wanted: list[int], index: int) -> list[int]:
+        """Keep the common prefix of a slot, and mark the rest as pending; return the text in terms of the slot."""
         slot = self.slots[index]
         slot.begun = None
         self._adopt(index, wanted)
@@ -128,11 +127,33 @@ class SlotLM(LM):
         slot.pending = wanted[len(slot.tokens) :]
         if len(slot.pending) > MAX_DEFERRED:
             self.reserve([Segment(index, slot.length, slot.pending)])  # room for all tokens before any runs
-        # A long remainder runs now, in chunks. A short one runs with the next pass.
-        start = len(slot.tokens)
-        while len(slot.pending) > MAX_DEFERRED and (limit is None or len(slot.tokens) - start < limit):
-            self._run([Segment(index, slot.length, slot.pending[: self.chunk])])
-        return len(slot.tokens) - start
+        return wanted
+
+    def _prompt_pass(self, texts: dict[int, list[int]], limit: int | None) -> list[Segment]:
+        """Return the next pass over pending tokens, up to a chunk. A short remainder runs with the next layout.
+
+        A text that begins like one of this pass waits for it, because the common part can then be copied.
+        """
+        room = self.chunk if limit is None else min(self.chunk, limit)
+        segments = list[Segment]()
+        for index, text in texts.items():
+            slot = self.slots[index]
+            if len(slot.pending) > MAX_DEFERRED:
+                self._adopt(index, text)
+                slot.pending = text[len(slot.tokens) :]
+            if room <= 0 or (segments and not self.shares_prompts):
+                break
+            waits = any(self._shares_with(index, text, other.slot, texts[other.slot]) for other in segments)
+            if len(slot.pending) > MAX_DEFERRED and not waits:
+                segments.append(Segment(index, slot.length, slot.pending[:room]))
+                room -= len(segments[-1].pending)
+        return segments
+
+    def _shares_with(self, index: int, text: list[int], other: int, others: list[int]) -> bool:
+        """Return whether another slot is about to hold more of this text than this slot does."""
+        mine, theirs = self.slots[index], self.slots[other]
+        same = (mine.context, mine.taps) == (theirs.context, theirs.taps)
+        return same and common_prefix(text, others) > len(mine.tokens) + MAX_DEFERRED
 
     def score(
         self, layouts: Seq[Layout], slots: Seq[int], since: Seq[int] | None = None, picks: Picks = None

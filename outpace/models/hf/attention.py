@@ -78,7 +78,7 @@ class EagerAttention:
         self.calls += 1
         out, at = [], 0
         for index, segment in enumerate(self.segments):
-            count = len(segment.tokens)
+            count = segment.count
             q = query[0, :, at : at + count]
             at += count
             if self.alone:
@@ -98,7 +98,7 @@ class EagerAttention:
 
 def _mask(segment: Segment, window: int | None) -> Tensor:  # [queries, keys]
     fed, start, layout = len(segment.pending), segment.start, segment.layout
-    mask = torch.zeros(len(segment.tokens), segment.end, dtype=torch.bool)
+    mask = torch.zeros(segment.count, segment.end, dtype=torch.bool)
     mask[:, :start] = True
     mask[:fed, start : start + fed] = torch.ones(fed, fed, dtype=torch.bool).tril_()
     if layout is not None:

@@ -96,7 +96,7 @@ def _passes(segments: Seq[Segment]) -> Iterator[list[Part]]:
     """Cut all segments, in order, into pieces so that each pass has at most `TOKENS` tokens."""
     parts, room = list[Part](), TOKENS
     for index, segment in enumerate(segments):
-        at, count = 0, len(segment.tokens)
+        at, count = 0, segment.count
         while at < count:
             piece = _cut(segment, at, min(count, at + room))
             parts.append(Part(index, piece))

@@ -30,6 +30,7 @@ class Runner(Protocol):
     kind: str  # part of the model's identity
     asynchronous: bool
     chunk: int  # prompt tokens per pass
+    usual_batch: int  # requests at a time, unless the caller says otherwise
     extra_bytes: int  # of weight copies
     drafts: SelfDraft | None
     run_ahead: RunAhead | None
@@ -41,6 +42,9 @@ class Runner(Protocol):
         self, span: LayerSpan, segments: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
     ) -> StageOutputs:
         """Run one pass of some layers, on `entering` if they are not the first."""  # [tokens, hidden], places
+
+    def prepare(self, requests: int) -> None:
+        """Prepare passes of up to this many requests."""
 
     def forget(self, slot: int) -> None:
         """Discard passes begun ahead for this slot, which is about to hold another text."""
@@ -64,6 +68,7 @@ class EagerRunner:
     kind = "eager"
     asynchronous = False
     chunk = CHUNK
+    usual_batch = 16
     extra_bytes = 0
     drafts: SelfDraft | None = None
     run_ahead: RunAhead | None = None
@@ -78,7 +83,7 @@ class EagerRunner:
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         nodes = places(segments)
         with recording(self.module, taps) as recorded:
-            logits = self._pass(segments, nodes or [sum(len(segment.tokens) for segment in segments) - 1])
+            logits = self._pass(segments, nodes or [sum(segment.count for segment in segments) - 1])
         return split(segments, logits, recorded)
 
     @torch.no_grad()
@@ -108,6 +113,9 @@ class EagerRunner:
         ids, given = self.inputs(segments)
         wanted = None if nodes is None else torch.tensor(nodes, device=self.lm.device)
         return self.stages.of_span(span).run(ids, entering, wanted, **given)
+
+    def prepare(self, requests: int) -> None:
+        """Do nothing: a pass needs no preparation."""
 
     def forget(self, slot: int) -> None:
         """Do nothing: no pass is begun ahead here."""
@@ -144,8 +152,8 @@ def places(segments: Seq[Segment]) -> list[int]:
     """Return the positions of all layouts' nodes among the tokens of a packed pass."""
     nodes, at = list[int](), 0
     for segment in segments:
-        nodes.extend(range(at + len(segment.pending), at + len(segment.tokens)))
-        at += len(segment.tokens)
+        nodes.extend(range(at + len(segment.pending), at + segment.count))
+        at += segment.count
     return nodes
 
 
@@ -153,7 +161,7 @@ def split(segments: Seq[Segment], logits: Tensor, recorded: dict[int, Tensor]) -
     """Split a pass's output by segment; `logits` has a row for each node of all segments."""
     outputs, at, node = [], 0, 0
     for segment in segments:
-        count, fed = len(segment.tokens), len(segment.pending)
+        count, fed = segment.count, len(segment.pending)
         own = logits[node : node + count - fed] if segment.layout is not None else None
         outputs.append(SegmentOutput(own, {tap: states[at : at + count] for tap, states in recorded.items()}))
         at, node = at + count, node + count - fed

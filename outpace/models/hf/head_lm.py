@@ -46,10 +46,10 @@ class HeadLM(TransformersLM):
         """Set the states that enter with the slot's tokens from position `first` on."""  # [positions, hidden]
         self._features[slot] = first, features
 
-    def _feed(self, wanted: list[int], index: int, limit: int | None = None) -> int:
+    def _begin(self, wanted: list[int], index: int) -> list[int]:
         if self.slots[index].layout is not None:
             self.keep_slot(index, [])
-        return super()._feed(wanted[1:], index, limit)
+        return super()._begin(wanted[1:], index)
 
     def _adopt(self, index: int, tokens: list[int]) -> None:
         """Copy nothing: the entries depend on the states that entered, too."""

@@ -31,6 +31,7 @@ class TransformersLM(SlotLM):
     """A model whose attention goes through `AttentionInterface`: trees, ragged batches, packed passes."""
 
     before = 0  # leading tokens of the text that are not in a slot
+    shares_prompts = True
 
     def __init__(self, model: PreTrainedModel, layers: Seq[int] | None = None, cache_limit: int | None = None):
         super().__init__()
@@ -96,6 +97,17 @@ class TransformersLM(SlotLM):
         return self.runner.chunk
 
     @property
+    def prompt_tokens(self) -> int:  # type: ignore[override]
+        return self.chunk
+
+    def prepare(self, requests: int) -> None:
+        self.runner.prepare(requests)
+
+    @property
+    def usual_batch(self) -> int:  # type: ignore[override]
+        return self.runner.usual_batch
+
+    @property
     def drafts(self) -> SelfDraft | None:  # type: ignore[override]
         return self.runner.drafts
 
@@ -147,9 +159,9 @@ class TransformersLM(SlotLM):
         self.runner.forget(slot)
         super().release(slot)
 
-    def _feed(self, wanted: list[int], index: int, limit: int | None = None) -> int:
+    def _begin(self, wanted: list[int], index: int) -> list[int]:
         self.runner.forget(index)
-        return super()._feed(wanted, index, limit)
+        return super()._begin(wanted, index)
 
     def reserve(self, segments: Seq[Segment]) -> None:
         for segment in segments:

@@ -147,7 +147,7 @@ class SnapshotLM(SlotLM):
         # A lone root is always kept, so neither plain decoding nor the root of a draft saves a state.
         if segment.layout is not None and len(segment.layout) > 1 and segment.slot not in self.saved:
             self.saved[segment.slot] = SavedState(_snapshot(cache), segment.start + segment.since)
-        tokens, nodes = segment.tokens, len(segment.tokens) - len(segment.pending)
+        tokens, nodes = segment.tokens, segment.count - len(segment.pending)
         step = len(tokens) if self.resumes or segment.start == 0 else 1
         logits, states = [], []
         for at in range(0, len(tokens), step):
