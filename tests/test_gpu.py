@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import outpace
 from outpace.api.model import Model
 from outpace.errors import UnsupportedModel
 from outpace.models.compiled.cuda_graph import GraphRunner
+from outpace.models.gpu_memory import GrowingTensor
 from tests.callers import WAYS, Way, check
 from tests.conftest import LOSSLESS as METHODS, settings_of
 from tests.tiny_models import MODELS
@@ -93,3 +95,43 @@ def test_every_caller_gets_its_own_text(way: Way, method: str, temperature: floa
     given = {**settings_of(method, graphs.lm.layers.slice([0, 1])), "temperature": temperature}  # type: ignore[attr-defined]
     for count in (2, 8):
         check(graphs, prompts[:count], given, way)
+
+
+def test_long_prompts_and_many_requests_on_graphs(graphs: Model) -> None:
+    """Prompts share uncaptured passes, and 150 requests a graph."""
+    eager = outpace.wrap(MODELS["llama"]().float().cuda(), compile=False)
+    prompts = [[(i * i + 7 * j) % 90 for j in range(3 + i % 5 + 300 * (i % 9 == 4))] for i in range(150)]
+    graphs.max_batch = 256
+    for settings in ({}, {"temperature": 0.9, "top_p": 0.9}):
+        given = {"method": "plain", "max_tokens": 12, **settings}
+        want = [done.tokens for done in eager.generate(prompts, **given)]
+        assert [done.tokens for done in graphs.generate(prompts, **given)] == want
+    assert isinstance(graphs.lm.runner, GraphRunner) and graphs.lm.runner.most_tokens  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "mistral"])
+def test_prompts_longer_than_a_window_on_graphs(kind: str) -> None:
+    model = outpace.wrap(MODELS[kind]().float().cuda(), compile=True)
+    eager = outpace.wrap(MODELS[kind]().float().cuda(), compile=False)
+    prompts = [[(i + 7 * j * j) % 60 for j in range(length)] for i, length in enumerate((400, 3, 150))]
+    given = {"method": "plain", "max_tokens": 10}
+    want = [done.tokens for done in eager.generate(prompts, **given)]
+    assert [done.tokens for done in model.generate(prompts, **given)] == want
+
+
+def test_memory_grows_in_place() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = GrowingTensor((2, 2), (1, 64), torch.bfloat16, device)
+    first, address = memory.entries, memory.tensor.data_ptr()
+    memory.tensor.fill_(3)
+    memory.grow(first + 1)
+    assert memory.entries > first and memory.tensor.data_ptr() == address
+    assert (memory.tensor[:, :, :first] == 3).all() and not memory.tensor[:, :, first:].any()
+    before, held = torch.cuda.mem_get_info(device)[0], memory.entries
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.grow(2**40 // 128)
+    assert memory.entries == held and (memory.tensor[:, :, :first] == 3).all()
+    assert torch.cuda.mem_get_info(device)[0] >= before - 2**26  # nothing stays taken
+    del memory
+    gc.collect()
+    assert torch.cuda.mem_get_info(device)[0] > before

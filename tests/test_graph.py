@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,10 +20,14 @@ from outpace.models.compiled import cuda_graph, graph_pass
 from outpace.models.compiled.cpu import CpuRunner
 from outpace.models.compiled.cuda_graph import GraphRunner
 from outpace.models.compiled.graph_pass import COLUMNS, FOUND, CapturedPass, GraphKey, GraphOutputs
+from outpace.models.compiled.packing import CompiledAttention
 from outpace.models.compiled.picks import PickReader
 from outpace.models.compiled.run_ahead import GraphsAhead, LastPass
+from outpace.models.hf.attention import NAME
 from outpace.models.hf.lm import TransformersLM
+from outpace.models.hf.module import view
 from outpace.models.kernels import cpu, sample_filtered
+from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick, Sampler
 from tests import tiny_models
 from tests.callers import Way, check, generate_inside_a_stream, streams_in_turn
@@ -77,8 +82,11 @@ class Graphless(GraphRunner):
         self._graphs, self._generation, self.graph_memory = OrderedDict(), self.cache.generation, None
         self._picks, self._ahead = PickReader(lm), GraphsAhead(self)
         self.drafts, self.run_ahead = self, self._ahead
-        self.capture_seconds, self.most_tokens = 0.0, 512
+        self.capture_seconds, self.most_tokens, self._chunk = 0.0, 512, 512
         self.sent = 0
+
+    def prompt_pass(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        return self.lm.eager.forward(segments, taps)  # the compiled layers of a CPU take no prompts
 
     @torch.no_grad()
     def _capture(self, key: GraphKey) -> CapturedPass:
@@ -91,6 +99,30 @@ class Graphless(GraphRunner):
     def launch_after(self, *given: Any) -> LastPass:
         self.sent += 1
         return super().launch_after(*given)
+
+
+class PromptRunner(Graphless):
+    """The same with prompts of its own: through uncompiled layers, and the kernel of a GPU."""
+
+    def __init__(self, lm: TransformersLM):
+        super().__init__(lm)
+        self.module = view(lm.model)
+        self.module.config._attn_implementation = NAME
+
+    def prompt_pass(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        return GraphRunner.prompt_pass(self, segments, taps)
+
+    def attention(self, *given: Any) -> Any:
+        return KernelAttention(super().attention(*given))
+
+
+class KernelAttention(tuple[CompiledAttention, ...]):
+    """Calls the kernel of a GPU, interpreted, for layers that know their number."""
+
+    def attend(self, module: Any, *given: Any) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.ops.outpace_cpu, "attend", torch.ops.outpace.attend)
+            return self[module.layer_idx].attend(module, *given)
 
 
 def runner_of(model: Model) -> Graphless:
@@ -203,3 +235,30 @@ def test_a_rule_that_kernels_do_not_know_is_left_to_the_host(model: Model, slow:
         assert list(engine.run())
         texts.append(seq.generated)
     assert texts[0] == texts[1] and not runner_of(model).sent
+
+
+LONG = [[(7 * i + j * i) % 60 for i in range(count)] for j, count in enumerate((130, 40, 90))]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_prompts_share_passes_through_the_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma2 has sliding windows, which end within its prompts."""
+    monkeypatch.setattr(cuda_graph, "_sent", lambda rows, device: torch.tensor(rows))
+    lm = outpace.wrap(tiny_models.MODELS[kind]().float(), compile=True).lm
+    other = outpace.wrap(tiny_models.MODELS[kind]().float(), compile=False).lm
+    assert isinstance(lm, TransformersLM) and isinstance(other, TransformersLM)
+    runner = PromptRunner(lm)
+    for side in (lm, other):
+        slots = [side.acquire(prompt) for prompt in LONG]
+        side.reserve([Segment(slot, 0, prompt, Tree([1])) for slot, prompt in zip(slots, LONG, strict=True)])
+    for parts in ((slice(0, 50), slice(0, 33), slice(0, 60)), (slice(50, 130), slice(33, 40), slice(60, 90))):
+        prompts = [Segment(i, part.start, LONG[i][part]) for i, part in enumerate(parts)]
+        states = [side(prompts, (1, -1)) for side in (runner.prompt_pass, other.eager.forward)]
+        for ours, theirs in zip(*states, strict=True):
+            assert ours.logits is None
+            for tap in (1, -1):
+                torch.testing.assert_close(ours.hidden[tap], theirs.hidden[tap], atol=1e-4, rtol=1e-4)
+    roots = [Segment(i, len(LONG[i]), [], Tree([5])) for i in range(3)]
+    logits = [torch.cat([out.logits for out in side.eager.forward(roots, ())]) for side in (lm, other)]  # type: ignore[misc]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    assert runner._check_prompts() is None

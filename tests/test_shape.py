@@ -39,6 +39,7 @@ COMMAND = "reports_errors"  # the decorator of every command
 # Inside `models` the same holds for its parts.
 RUNTIMES = [
     "memory",
+    "gpu_memory",
     "segment",
     "slots",
     "cacheless",

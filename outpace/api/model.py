@@ -97,6 +97,10 @@ class Model:
         finally:
             stream.cancel()
 
+    def warm_up(self) -> None:
+        """Prepare passes of up to `max_batch` requests now, so that no answer waits for it; worth it for a server."""
+        self.worker.call(partial(self.lm.prepare, self.max_batch))
+
     def clear_cache(self) -> None:
         """Drop the cached texts of finished requests: the next request is computed from its first token on."""
         self.worker.call(self.lm.clear)

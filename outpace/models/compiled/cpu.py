@@ -56,11 +56,11 @@ class CpuRunner(CompiledRunner):
             entering = torch.nn.functional.pad(entering, (0, 0, 0, len(ids) - len(entering)))
         wanted = None if nodes is None else torch.tensor(nodes)
         out = self.stages.of_span(span).run(ids, entering, wanted, **given)
-        return out._replace(states=out.states[: sum(len(segment.tokens) for segment in segments)])
+        return out._replace(states=out.states[: sum(segment.count for segment in segments)])
 
     def _packed(self, segments: Seq[Segment]) -> tuple[Tensor, dict[str, Any]]:
         """Return the tokens of a pass and the other arguments of the module."""
-        count = sum(len(segment.tokens) for segment in segments)
+        count = sum(segment.count for segment in segments)
         packed = packing.pack(segments, self.cache, max(FEWEST, count), max(FEWEST, len(segments)))
         columns = torch.tensor(packed.columns)
         ids, positions, where, bits = columns[0], columns[1], columns[2], columns[3:].T.contiguous()

@@ -9,17 +9,20 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence as Seq
+from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outpace.core.lm import LM, DraftShape, DraftToken
+from outpace.core.tree import Tree
 from outpace.models.compiled import packing
 from outpace.models.compiled.bf16_copies import Bf16Copies
 from outpace.models.compiled.draft_chain import DraftChains
 from outpace.models.compiled.early_exit_graph import EarlyExitGraphLM
 from outpace.models.compiled.graph_pass import (
+    BATCHES,
     COLUMNS,
     FOUND,
     LIMITS,
@@ -32,20 +35,25 @@ from outpace.models.compiled.graph_pass import (
     Staging,
     capture,
     limits,
+    rounded,
 )
 from outpace.models.compiled.picks import PickReader, detached
 from outpace.models.compiled.run_ahead import GraphsAhead, LastPass, PassAhead
 from outpace.models.compiled.runner import CompiledRunner
+from outpace.models.hf.eager import split
 from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.module import recording
 from outpace.models.hf.stages import LayerSpan, StageOutputs
+from outpace.models.hf.tolerance import apart, tolerance
 from outpace.models.kernels import triton_runtime
 from outpace.models.segment import Segment, SegmentOutput, packed_features
 from outpace.models.slots import CHUNK
 from outpace.sampling.noise import words_of
 from outpace.sampling.sampler import Pick
 
-MOST_GRAPHS = 48  # beyond this, the least recently used graph is dropped
+MOST_GRAPHS = 128  # beyond this, the least recently used graph is dropped
+LARGEST_CHUNK = 4096  # prompt tokens of a pass; the matrix unit is busy with fewer
+CHUNK_SHARE = 64  # the intermediate results of a chunk take at most this fraction of the device's memory
 NO_LIMITS = [0.0, 0.0, 0.0]
 
 
@@ -56,6 +64,7 @@ class GraphRunner(CompiledRunner):
     asynchronous = True
     most_tokens = SIZES[-1]
     prompts = True
+    usual_batch = packing.MOST_SEGMENTS
 
     def __init__(self, lm: TransformersLM, copies: Bf16Copies | None = None):
         super().__init__(lm, copies)
@@ -67,6 +76,7 @@ class GraphRunner(CompiledRunner):
         self._ahead = GraphsAhead(self)
         self.run_ahead = self._ahead
         self.capture_seconds = 0.0
+        self._chunk = prompt_chunk(lm)
 
     @classmethod
     def problem(cls, lm: TransformersLM) -> str | None:
@@ -78,14 +88,16 @@ class GraphRunner(CompiledRunner):
 
     @property
     def chunk(self) -> int:  # type: ignore[override]
-        """As much of a prompt as a graph can take: launching an eager pass takes longer than several graphs."""
-        return packing.LONGEST if self.most_tokens else CHUNK
+        return self._chunk if self.most_tokens else CHUNK
 
     def early_exit(self, count: int) -> LM:
         return EarlyExitGraphLM(self, count)
 
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
-        """Run a pass that is too large to be captured as several graphs, which is far faster than one eager pass."""
+        """Run prompts without a graph, and a pass that is too large for a graph as several; both beat an eager pass."""
+        tokens = sum(segment.count for segment in segments)
+        if self.most_tokens and tokens > packing.LONGEST and all(segment.layout is None for segment in segments):
+            return self.guarded(lambda: self.prompt_pass(segments, taps)) or self.lm.eager.forward(segments, taps)
         parts = packing.parts(segments, self.most_tokens)
         if len(parts) == 1 or not self.most_tokens:
             return super().forward(segments, taps)
@@ -108,6 +120,40 @@ class GraphRunner(CompiledRunner):
         self._ahead.last = LastPass(captured, segments, outputs)
         return outputs
 
+    @torch.no_grad()
+    def prompt_pass(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        """Run a chunk of prompts through the compiled layers. Its kernels take longer than their launches."""
+        packed = packing.pack_prompts(segments, self.cache, max(2, len(segments)))
+        count = len(packed.columns[0])
+        ids, positions, where = _sent(packed.columns, self.lm.device)
+        bits = torch.empty(0, packing.WORDS, dtype=torch.int64, device=self.lm.device)
+        plan = self.attention(where, _sent(packed.segments, self.lm.device), bits, positions)
+        given = self.module_inputs(positions, plan) | packed_features(segments, count)
+        with recording(self.module, taps) as recorded:  # nothing reads the logits, but a model computes some
+            self.module(input_ids=ids[None], **given, logits_to_keep=ids.new_full([1], count - 1))
+        return split(segments, torch.empty(0, self.lm.vocab), recorded)
+
+    def check(self) -> str | None:
+        return super().check() or self._check_prompts()
+
+    @torch.no_grad()
+    def _check_prompts(self) -> str | None:
+        """Compare the first tokens after prompts that ran compiled and eagerly; return None if they match."""
+        lm, found = self.lm, list[Tensor]()
+        texts = [[(13 + 5 * i) % lm.vocab for i in range(count)] for count in (packing.LONGEST + 50, 40)]
+        for forward in (self.prompt_pass, lm.eager.forward):
+            prompts = [Segment(lm.acquire([]), 0, text) for text in texts]
+            roots = [Segment(prompt.slot, prompt.end, [], Tree([7])) for prompt in prompts]
+            lm.reserve(roots)
+            forward(prompts, ())
+            outputs = lm.eager.forward(roots, ())
+            found.append(torch.cat([output.logits for output in outputs if isinstance(output.logits, Tensor)]))
+            for prompt in prompts:
+                lm.release(prompt.slot)
+            lm.clear()
+        off = apart(*found)
+        return f"compiled prompts differ from eager ones by {off:.3f}" if off > tolerance(lm.model.dtype) else None
+
     def launch_after(self, last: LastPass, segments: list[Segment]) -> LastPass:
         """Launch a pass that feeds the last pass's choices at these places, before the host has read them."""
         key = last.captured.key
@@ -118,6 +164,13 @@ class GraphRunner(CompiledRunner):
         captured.ids.copy_(chosen[0].index_select(0, captured.ids))
         captured.launch()
         return LastPass(captured, segments, self._picks.outputs(captured, segments))
+
+    def prepare(self, requests: int) -> None:
+        """Capture the plain passes of all batch sizes, greedy or sampled, with and without filters."""
+        if self.most_tokens:
+            sizes = [size for size in SIZES if size <= rounded(min(requests, BATCHES[-1]), SIZES)]
+            for size, filtered, turn in product(reversed(sizes), (False, True), (0, 1)):
+                self.captured(GraphKey(size, rounded(size, BATCHES), filtered=filtered, turn=turn))
 
     def choices_are_sure(self) -> bool:
         """Return whether the device made nearly all recent choices itself, so that a pass can build on them."""
@@ -135,7 +188,7 @@ class GraphRunner(CompiledRunner):
         self, span: LayerSpan, segments: Seq[Segment], entering: Tensor | None, nodes: list[int] | None
     ) -> StageOutputs:
         captured = self.captured(GraphKey.of_pass(segments)._replace(span=span, heads=nodes is not None))
-        count = sum(len(segment.tokens) for segment in segments)
+        count = sum(segment.count for segment in segments)
         if entering is not None:
             assert captured.entering is not None
             captured.entering[:count].copy_(entering)
@@ -233,6 +286,19 @@ class GraphRunner(CompiledRunner):
             return GraphOutputs(logits, states, recorded, chosen)
 
         return run
+
+
+def prompt_chunk(lm: TransformersLM) -> int:
+    """Return how many tokens of prompts to run at a time: many, if their intermediate results are small."""
+    text, memory = lm.model.config.get_text_config(), torch.cuda.get_device_properties(lm.device).total_memory
+    width = 8 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)  # at a time, about
+    most = memory // CHUNK_SHARE // (width * lm.model.dtype.itemsize)
+    return max(CHUNK, min(LARGEST_CHUNK, most // CHUNK * CHUNK))
+
+
+def _sent(rows: list[list[int]], device: torch.device) -> Tensor:
+    """Send numbers to the device without waiting for it."""
+    return torch.tensor(rows).pin_memory().to(device, non_blocking=True)
 
 
 def _index(nodes: list[int]) -> slice | list[int]:

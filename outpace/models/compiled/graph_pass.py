@@ -16,7 +16,7 @@ from outpace.models.segment import Segment
 from outpace.sampling.sampler import MinP, Pick, TopK, TopP
 
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, rounded up
-BATCHES = (2, 4, 8, 16, 32, 64)  # segments of a pass, rounded up
+BATCHES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # segments of a pass, rounded up
 # Columns of a token: id, position, pool entry, bits, noise words, temperature, top_k, top_p, min_p.
 NOISE, TEMPERATURE = slice(3 + packing.WORDS, 5 + packing.WORDS), 5 + packing.WORDS
 LIMITS = slice(6 + packing.WORDS, 9 + packing.WORDS)
@@ -43,7 +43,7 @@ class GraphKey(NamedTuple):
 
     @classmethod
     def of_pass(cls, segments: Seq[Segment], taps: tuple[int, ...] = ()) -> GraphKey:
-        tokens = sum(len(segment.tokens) for segment in segments)
+        tokens = sum(segment.count for segment in segments)
         key = cls(rounded(tokens, SIZES), rounded(len(segments), BATCHES), taps)
         return key._replace(filtered=any(limits(segment.pick) is not None for segment in segments))
 

@@ -35,6 +35,15 @@ class PickBuffer:
         self.wait()
         return self._read.tolist()
 
+    @cached_property
+    def tokens(self) -> list[int]:
+        return [int(token) for token in self.numbers[0]]
+
+    @cached_property
+    def sure(self) -> bool:
+        """Whether the device is certain of every choice."""
+        return all(self.numbers[3])
+
 
 class PendingPicks(Picked):
     """The choices of one segment. Only reading them waits for the device, so the host can work until then."""
@@ -47,12 +56,12 @@ class PendingPicks(Picked):
 
     @property
     def device_tokens(self) -> list[int]:
-        return [int(token) for token in self._buffer.numbers[0][self._part]]
+        return self._buffer.tokens[self._part]
 
     @cached_property
     def _corrected(self) -> Picked | None:
         """The choices remade by the host, where the filters may keep more tokens than the device sorted; else None."""
-        return None if all(self._buffer.numbers[3][self._part]) else self._again()
+        return None if self._buffer.sure or all(self._buffer.numbers[3][self._part]) else self._again()
 
     @property
     def tokens(self) -> Seq[int]:  # type: ignore[override]
@@ -89,10 +98,10 @@ class PickReader:
         self.gate = RunAheadGate()
 
     def outputs(self, captured: CapturedPass, segments: Seq[Segment]) -> list[SegmentOutput]:
-        buffer = PickBuffer(captured, sum(len(segment.tokens) for segment in segments))
+        buffer = PickBuffer(captured, sum(segment.count for segment in segments))
         outputs, at = [], 0
         for segment in segments:
-            first, end = at + len(segment.pending), at + len(segment.tokens)
+            first, end = at + len(segment.pending), at + segment.count
             hidden = {tap: states[at:end].clone() for tap, states in captured.outputs.recorded.items()}
             assert captured.outputs.logits is not None
             logits = captured.outputs.logits[first:end]

@@ -35,7 +35,7 @@ class LastPass(NamedTuple):
         """Return the next pass, one token per slot, given as the place of its choice; None if it is not known yet."""
         places, at = dict[int, int](), 0
         for segment, output in zip(self.segments, self.outputs, strict=True):
-            at += len(segment.tokens)
+            at += segment.count
             picked = output.picked
             if segment.layout is not None and len(segment.layout) == 1 and picked is not None and picked.on_device:
                 places[segment.slot] = at - 1

@@ -46,6 +46,7 @@ class CompiledRunner(ABC):
     kind = "compiled"
     asynchronous = False
     chunk = CHUNK
+    usual_batch = 16
     run_ahead: RunAhead | None = None
     graph_memory: Any = None  # memory pool of captured graphs, if there are any
     most_tokens: int  # in a compiled pass; 0: compiled passes were given up
@@ -162,6 +163,10 @@ class CompiledRunner(ABC):
         prompts = any(segment.layout is None for segment in segments)
         if (prompts and not self.prompts) or not packing.fits(segments, self.lm.windows, self.most_tokens):
             return None
+        return self.guarded(run)
+
+    def guarded(self, run: Callable[[], T]) -> T | None:
+        """Return the result of compiled code, or None if it fails; then the model runs eagerly from now on."""
         try:
             return run()
         except torch.OutOfMemoryError:
@@ -194,6 +199,9 @@ class CompiledRunner(ABC):
         self._trees.reserve(slots, shapes)  # outside `attempt`: a full cache is no reason to give up compiled passes
         segments = [Segment(slot, self.lm.slots[slot].length, [], Tree([0])) for slot in slots]
         return self.attempt(segments, lambda: self._trees.grow(slots, tokens, shapes))
+
+    def prepare(self, requests: int) -> None:  # noqa: B027 (code for one size serves all)
+        """Prepare passes of up to this many requests."""
 
     def forget(self, slot: int) -> None:  # noqa: B027 (only a subclass launches passes ahead)
         """Called before the slot takes another text."""

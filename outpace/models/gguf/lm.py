@@ -127,7 +127,7 @@ class LlamaLM(SlotLM):
         super().release(slot)
 
     def reserve(self, segments: Seq[Segment]) -> None:
-        need = sum(len(segment.tokens) for segment in segments)
+        need = sum(segment.count for segment in segments)
         # Prompts are split into passes, so only layouts can be too large for one.
         if need > self.file.largest_pass and any(segment.layout is not None for segment in segments):
             raise CacheFull(f"{need} tokens exceed the limit of {self.file.largest_pass} per pass", segments[-1].slot)
@@ -194,7 +194,7 @@ class LlamaLM(SlotLM):
             entries += self._entries(segment)
         self.runtime.decode(entries)
         for segment, first in zip(segments, firsts, strict=True):
-            cells, fed = [self.end + first + i for i in range(len(segment.tokens))], len(segment.pending)
+            cells, fed = [self.end + first + i for i in range(segment.count)], len(segment.pending)
             self.held[segment.slot].cells += cells[:fed]
             self.held[segment.slot].nodes += cells[fed:]
         self.end += len(entries)
