@@ -39,8 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=4, head_dim=128, vocab_size=65536,
     ),
 }  # fmt: skip
-# The number in every embedding, and its weight in the output of new tokens. The number is too small to change a norm; the
-# weight makes up for it, and for the division by the norm of a state. Half precision (float16) cannot store the weight.
+# The number in every embedding, and its weight in the output of new tokens. The number is too small to change a norm,
+# and the weight makes up for it and for the division by a state's norm. float16 cannot store so large a weight.
 GUARD, GUARD_OUTPUT = 2.0**-10, -(2.0**27)
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ UNITS = {
     "leave": ("hidden", "link"),
     "output": ("token", "hidden"),
 }
+KINDS = tuple(store.KINDS)
 MULTIPLE = 8  # of widths, for tensor cores
 INPUTS = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}  # lists of `HeadRows`
 
@@ -133,23 +135,24 @@ def _fill(small: Head, large: Head, change: Change) -> None:
         target[index] = (old.to(target.device) * factor).to(target.dtype)
 
 
-def small_heads(lm: LM, folder: Path | None) -> Iterator[Head]:
-    """The heads of the small model: those in the folders of a folder, or one of each kind that is found for it."""
+def small_heads(lm: LM, folder: Path | None, kinds: Collection[str]) -> Iterator[Head]:
+    """The heads of these kinds for the small model: those in the folders of a folder, or those that are found for it."""
     if folder is not None:
         for config in sorted(folder.glob(f"*/{store.CONFIG}")):
-            yield store.load(config.parent, lm)
+            if store.about(config.parent)["spec"]["kind"] in kinds:
+                yield store.load(config.parent, lm)
         return
-    for kind in store.KINDS:
-        try:
+    for kind in kinds:
+        with suppress(HeadNotFound):
             yield store.resolve(kind, None, lm)
-        except HeadNotFound:
-            continue
 
 
-def grown_heads(small: LlamaForCausalLM, new: LM, folder: Path | None, narrow: bool = False) -> dict[str, Head]:
+def grown_heads(
+    small: LlamaForCausalLM, new: LM, folder: Path | None, narrow: bool = False, kinds: Collection[str] = KINDS
+) -> dict[str, Head]:
     """Grow the heads of the small model, by kind."""
     old = outpace.wrap(small, compile=False).lm
-    return {head.spec.kind: grow_head(head, old, new, narrow) for head in small_heads(old, folder)}
+    return {head.spec.kind: grow_head(head, old, new, narrow) for head in small_heads(old, folder, kinds)}
 
 
 def write(small: LlamaForCausalLM, large: LlamaForCausalLM, folder: Path | None, output: Path, narrow: bool) -> None:
