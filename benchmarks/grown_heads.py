@@ -136,7 +136,7 @@ def _fill(small: Head, large: Head, change: Change) -> None:
 
 
 def small_heads(lm: LM, folder: Path | None, kinds: Collection[str]) -> Iterator[Head]:
-    """The heads of these kinds for the small model: those in the folders of a folder, or those that are found for it."""
+    """The heads of these kinds for the small model: those in subfolders of a folder, or those that are found for it."""
     if folder is not None:
         for config in sorted(folder.glob(f"*/{store.CONFIG}")):
             if store.about(config.parent)["spec"]["kind"] in kinds:

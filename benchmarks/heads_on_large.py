@@ -139,8 +139,9 @@ class Contest:
         at = next((i for i, (a, b) in enumerate(zip(due, found, strict=False)) if a != b), None)
         if at is None:
             return None
-        settings = {"temperature": temperature, "seed": SEED}
-        plain = self.model.generate(prompt, method="plain", max_tokens=at + 1, logprobs=50, **settings)
+        plain = self.model.generate(
+            prompt, method="plain", max_tokens=at + 1, logprobs=50, temperature=temperature, seed=SEED
+        )
         top = plain.logprobs[at].top if len(plain.tokens) > at else {}
         if plain.tokens[:at] != due[:at] or not {due[at], found[at]} <= set(top):
             return None
