@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,7 +80,7 @@ def test_both_engines_get_the_same(
         given = asked(module, model, "--engine", name, "--report", str(tmp_path / name))
         module.report(given)
         found[name] = json.loads((tmp_path / name).read_text())
-    monkeypatch.delitem(__import__("sys").modules, "vllm")
+    monkeypatch.delitem(sys.modules, "vllm")
     theirs = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
     assert theirs == ours
     assert {tuple(settings) for _, settings, _ in ours} == {(0.0, 0, 1.0), (0.8, 0, 1.0), (0.8, 50, 0.9)}
@@ -110,7 +112,7 @@ def test_rates_and_ratios(module: ModuleType, model: Path, monkeypatch: pytest.M
     assert "`python x`, H; outpace in an environment with torch 2; vllm in an environment with torch 3." in text
 
 
-@pytest.mark.skipif(__import__("importlib.util").util.find_spec("vllm") is not None, reason="vLLM is installed")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_the_whole_script_without_vllm(
     module: ModuleType, model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
