@@ -46,7 +46,7 @@ def say(line: str) -> None:
 def build(shape: str, short: bool) -> LlamaForCausalLM:
     """Build a model with random weights in bfloat16, or in int8 if `short`."""
     config = LlamaConfig(
-        vocab_size=128256, num_key_value_heads=8, max_position_embeddings=40_000, tie_word_embeddings=shape == "1b",
+        max_position_embeddings=40_000, tie_word_embeddings=shape == "1b",
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **SHAPES[shape],
     )  # fmt: skip
     with torch.device("meta"):
