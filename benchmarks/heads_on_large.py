@@ -20,7 +20,6 @@ steps of 0.125.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -168,8 +167,8 @@ def built(asked: argparse.Namespace) -> tuple[outpace.Model, dict[str, Head]]:
     for kind, head in heads.items():
         own = sum(tensor.numel() for name, tensor in head.own_tensors().items() if name != "ids")
         say(f"- {kind}: {own / 1e6:.0f} million, of {head.spec.draft_vocab or 'all'} tokens")
-    gc.collect()
-    gc.freeze()  # as the command line does
+    model.max_batch = max(asked.batches)
+    model.warm_up()
     return model, heads
 
 

@@ -81,6 +81,7 @@ class OutpaceEngine:
         network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
         self.model = outpace.wrap(network, compile=device == "cuda")
         self.model.max_batch = max(*asked.requests, MANY)
+        self.model.warm_up()
         self.method = asked.method
         self.versions = {"outpace": outpace.__version__, "torch": torch.__version__}
 
