@@ -46,7 +46,7 @@ from outpace.sampling.noise import words_of
 from outpace.sampling.sampler import Pick
 
 MOST_GRAPHS = 48  # beyond this, the least recently used graph is dropped
-NO_LIMITS = [0.0, 0.0, 0.0]
+NO_LIMITS = [0.0, 0.0, 0.0, 0.0]
 
 
 class GraphRunner(CompiledRunner):

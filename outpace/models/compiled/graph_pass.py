@@ -13,13 +13,13 @@ from torch import Tensor
 from outpace.models.compiled import packing
 from outpace.models.hf.stages import LayerSpan
 from outpace.models.segment import Segment
-from outpace.sampling.sampler import MinP, Pick, TopK, TopP
+from outpace.sampling.sampler import MinP, Pick, TopK, TopP, TypicalP
 
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, rounded up
 BATCHES = (2, 4, 8, 16, 32, 64)  # segments of a pass, rounded up
-# Columns of a token: id, position, pool entry, bits, noise words, temperature, top_k, top_p, min_p.
+# Columns of a token: id, position, pool entry, bits, noise words, temperature, top_k, top_p, min_p, typical_p.
 NOISE, TEMPERATURE = slice(3 + packing.WORDS, 5 + packing.WORDS), 5 + packing.WORDS
-LIMITS = slice(6 + packing.WORDS, 9 + packing.WORDS)
+LIMITS = slice(6 + packing.WORDS, 10 + packing.WORDS)
 COLUMNS = LIMITS.stop
 FOUND = 4  # numbers of a choice: token, largest logit, probability, whether it is certain
 BUFFERS = 2  # host buffers, written in turns
@@ -38,7 +38,7 @@ class GraphKey(NamedTuple):
     taps: tuple[int, ...] = ()
     span: LayerSpan | None = None  # the layers that run; None: all
     heads: bool = True  # whether logits are computed
-    filtered: bool = False  # whether filters (top_k, top_p, min_p) apply before a choice
+    filtered: bool = False  # whether filters (top_k, top_p, min_p, typical_p) apply before a choice
     turn: int = 0  # 0 or 1, for two graphs in turns: one runs while the outputs of the other are read
 
     @classmethod
@@ -49,8 +49,8 @@ class GraphKey(NamedTuple):
 
 
 def limits(pick: Pick | None) -> list[float] | None:
-    """Return the filters of a pick as input of a graph; None if it has none, or one that graphs do not support."""
-    found = [0.0, 0.0, 0.0]
+    """Return the filters of a pick as input of a graph; None if it has none."""
+    found = [0.0, 0.0, 0.0, 0.0]
     for keep in pick.filters if pick is not None else ():
         match keep:
             case TopK():
@@ -59,8 +59,8 @@ def limits(pick: Pick | None) -> list[float] | None:
                 found[1] = keep.mass
             case MinP():
                 found[2] = keep.share
-            case _:
-                return None
+            case TypicalP():
+                found[3] = keep.mass
     return found if any(found) else None
 
 
