@@ -40,6 +40,18 @@ def rank_for(x, center, FILTER: constexpr):
 
 
 @jit
+def ordered(x, center, FILTER: constexpr):
+    """Return a number in the order of the rank of each logit: to compare numbers takes fewer instructions."""
+    return tl.abs(x - center) if FILTER == TYPICAL_P else -x
+
+
+@jit
+def ordered_at(rank, FILTER: constexpr):
+    """Return the number of a rank."""
+    return rank.to(tl.float32, bitcast=True) if FILTER == TYPICAL_P else -logit_of(rank)
+
+
+@jit
 def distance_of(rank, top, FILTER: constexpr):
     """Return how far a rank is from the first one, in logits."""
     rank = rank.to(tl.int32)

@@ -54,20 +54,26 @@ class ChunkChoices(NamedTuple):
     facts: Tensor
 
 
-def in_chunks(logits: Tensor, words: Tensor, temperature: Tensor, block: int) -> ChunkChoices:
-    """Choose in each chunk of `block` logits. Inputs are read in place, since copies would be more kernels."""
+def in_chunks(
+    logits: Tensor, words: Tensor, temperature: Tensor, block: int, limits: Tensor | None = None
+) -> ChunkChoices:
+    """Choose in each chunk of `block` logits, but not in rows with `limits`, where filters come first.
+
+    Inputs are read in place, since copies would be more kernels.
+    """
     (rows, vocab), device = logits.shape, logits.device
     chunks = -(-vocab // block)
     scores = torch.empty(rows, chunks, dtype=torch.float64, device=device)
     winners = torch.empty(rows, chunks, dtype=torch.int32, device=device)
     facts = torch.empty(5, rows, chunks, dtype=torch.float32, device=device)
+    given, strides = (words, (0, 0)) if limits is None else (limits, limits.stride())
     if rows:
         with torch.cuda.device_of(logits):
             # To divide by a scalar, PyTorch multiplies by its inverse on a GPU, and divides on a CPU.
             _chunk[(rows, chunks)](
-                logits, words, temperature, scores, winners, facts, vocab, logits.stride(0), words.stride(0),
-                words.stride(1), temperature.stride(0), BLOCK=block, INVERSE=device.type == "cuda", num_warps=8,
-                **early(device),
+                logits, words, temperature, given, scores, winners, facts, vocab, logits.stride(0), words.stride(0),
+                words.stride(1), temperature.stride(0), *strides, BLOCK=block, INVERSE=device.type == "cuda",
+                FILTERED=limits is not None, num_warps=8, **early(device),
             )  # fmt: skip
     return ChunkChoices(scores, winners, facts)
 
@@ -84,10 +90,10 @@ def best(found: ChunkChoices) -> Tensor:
 
 @jit
 def _chunk(
-    logits, words, temperatures, scores, winners, facts, vocab, stride, w0, w1, t0,
-    BLOCK: constexpr, INVERSE: constexpr, EARLY: constexpr,
+    logits, words, temperatures, limits, scores, winners, facts, vocab, stride, w0, w1, t0, l0, l1,
+    BLOCK: constexpr, INVERSE: constexpr, FILTERED: constexpr, EARLY: constexpr,
 ):  # fmt: skip
-    """Find the best token of one chunk of one row."""
+    """Find the best token of one chunk of one row, unless filters come first."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     begin(EARLY)
@@ -103,8 +109,10 @@ def _chunk(
         scaled, top = x, tl.where(largest == largest, largest, float("-inf")).to(tl.float64)
         winner = tl.min(tl.where(x == largest, token, vocab - 1), 0)  # the first one on a tie
     else:
-        scaled = divided(x, temperature.to(x.dtype), INVERSE)
-        top, winner = best_noised(scaled, token, token < vocab, words + row * w0, w1, vocab)
+        scaled, top, winner = divided(x, temperature.to(x.dtype), INVERSE), tl.full([], 0, tl.float64), vocab - 1
+        filters = tl.load(limits + tl.arange(0, 4) * l0 + row * l1) if FILTERED else tl.zeros([4], tl.float64)
+        if tl.max(filters, 0) == 0:
+            top, winner = best_noised(scaled, token, token < vocab, words + row * w0, w1, vocab)
     tl.store(scores + place, top)
     tl.store(winners + place, winner)
     scaled = scaled.to(tl.float32)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from outpace.models.kernels import sample, thresholds
-from outpace.models.kernels.ranks import TYPICAL_P, edge, kept, rank_for, rank_of, scaled, top_of
+from outpace.models.kernels.ranks import CENTER, TYPICAL_P, edge, kept, rank_for, rank_of, scaled, top_of
 from outpace.models.kernels.sample import best_noised
-from outpace.models.kernels.thresholds import CENTER
 from outpace.models.kernels.triton_runtime import begin, constexpr, early, jit, power, tl
 
 BLOCK = 4096  # logits of a chunk
@@ -27,7 +26,8 @@ BLOCK = 4096  # logits of a chunk
 def _choose_kept(logits: Tensor, words: Tensor, temperature: Tensor, limits: Tensor) -> Tensor:
     """Choose like `choose`, with the filters of each row in `limits`: top_k, top_p, min_p, typical_p, each 0 for none.
 
-    The last result says whether the choice is certain. The probability is relative to the kept tokens.
+    The last result says whether the choice is certain. The probability is relative to the tokens that are kept for
+    sure, without those that rounding may keep.
     """
     # float64 [4, rows] -> float64 [4, rows]
     return launch(logits, words, temperature, limits, BLOCK)
@@ -39,10 +39,10 @@ def _(logits: Tensor, words: Tensor, temperature: Tensor, limits: Tensor) -> Ten
 
 
 def launch(logits: Tensor, words: Tensor, temperature: Tensor, limits: Tensor, block: int) -> Tensor:
-    """Choose for all rows in chunks of `block` logits, then again for rows with filters."""
+    """Choose for rows without filters, then for rows with filters, in chunks of `block` logits."""
     (rows, vocab), device = logits.shape, logits.device
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    found = sample.in_chunks(logits, words, temperature, block)
+    found = sample.in_chunks(logits, words, temperature, block, limits)
     if rows:
         at = thresholds.find(logits, temperature, limits, found.facts, block)
         chunks = found.facts.shape[2]
@@ -85,7 +85,7 @@ def _kept_chunk(
             certain = tl.min(tl.where(token == winner, sure.to(tl.int32), 1), 0)
         tl.store(scores + place, score)
         tl.store(winners + place, winner)
-        tl.store(facts + apart + place, top)
+        tl.store(facts + apart + place, top)  # other chunks may read it or what was here: the largest is the same
         tl.store(facts + 2 * apart + place, mass)
         tl.store(facts + 3 * apart + place, held)
         tl.store(facts + 4 * apart + place, certain.to(tl.float32))

@@ -29,6 +29,8 @@ from outpace.models.kernels.ranks import (
     kept,
     logit_of,
     narrowed,
+    ordered,
+    ordered_at,
     rank_at,
     rank_for,
     rank_of,
@@ -40,7 +42,7 @@ from outpace.models.kernels.ranks import (
 from outpace.models.kernels.threshold_search import search_row
 from outpace.models.kernels.triton_runtime import begin, constexpr, early, jit, power, tl
 
-SPAN = 512  # tokens that one step of a program compares with all cuts
+SPAN = 128  # tokens that one step of a program compares with all cuts: one for each thread, so that none moves
 SEARCHED = 2048  # the same for a search, which has one program per row
 
 
@@ -71,13 +73,13 @@ def find(logits: Tensor, temperature: Tensor, limits: Tensor, facts: Tensor, blo
     shape: dict[str, Any] = dict(CHUNKS=power(chunks), num_warps=8, **early(device))
     tiles = dict(BLOCK=block, INVERSE=device.type == "cuda", **shape)
     with torch.cuda.device_of(logits):
-        for name in (0, 1, 3):
+        for name in (0, 1, 3):  # top_k, top_p and typical_p, as in ranks.py; min_p needs no search
             if name == 3:
                 _mean[(rows, chunks)](*inputs, at.means, vocab, *strides, **tiles)
             for turn in (0, 1):
                 _cut[(rows, chunks)](
                     *inputs, at.means, at.cuts, at.masses, vocab, *strides, FILTER=name, TURN=turn,
-                    SPAN=min(SPAN, block), **tiles,
+                    SPAN=min(SPAN, block), **tiles | {"num_warps": 4},
                 )  # fmt: skip
             _collect[(rows, chunks)](
                 *inputs, at.cuts, at.masses, at.found, at.counts, at.before, vocab, *strides, FILTER=name, **tiles
@@ -198,8 +200,8 @@ def _cut(
             x = scaled(logits, temperatures, row, token, vocab, x0, t0, INVERSE)
             weight = tl.exp(x - top) if FILTER > TOP_K else tl.full([SPAN], 1.0, tl.float32)
             weight = tl.where(rank_of(x) <= sure, weight, 0.0)
-            before = rank_for(x, center, FILTER)[None, :] < cut[:, None]
-            sums += tl.where(before, weight[None, :], 0.0)
+            before = ordered(x, center, FILTER)[None, :] < ordered_at(cut, FILTER)[:, None]
+            sums += before.to(tl.float32) * weight[None, :]
         tl.store(masses + ((TURN * rows + row) * chunks + chunk) * CUTS + i, tl.sum(sums, 1))
 
 
