@@ -144,9 +144,9 @@ void masses(const float *values, const float *weights, long n, const float *cuts
     });
 }
 
-/* Keeps the tokens with the largest values until those before one hold a mass between `from` and `to`. With `whole`,
- * tokens with equal values stay or go together. False if too many tokens are close to the threshold. */
-bool threshold(const float *v, const float *w, long n, std::pair<double, double> mass, bool whole, Threshold &found) {
+/* Keeps the tokens with the largest values until those before one hold a mass between `from` and `to`. Tokens with equal
+ * values stay or go together. False if too many tokens are close to the threshold. */
+bool threshold(const float *v, const float *w, long n, std::pair<double, double> mass, Threshold &found) {
     float low = -INFINITE, high = INFINITE, cuts[CUTS];  // it lies in [low, high)
     double held[CUTS], before = 0;                       // the mass from `high` on
     const float largest = *std::max_element(v, v + n);
@@ -170,8 +170,7 @@ bool threshold(const float *v, const float *w, long n, std::pair<double, double>
     for (size_t i = 0, end; i < near.size(); i = end) {
         double group = 0;
         for (end = i; end < near.size() && near[end].first == near[i].first; end++) group += near[end].second;
-        const double last = before + (whole ? 0 : group - near[i].second);  // the mass before the last of the group
-        if (last < mass.first && found.sure == found.least) found.sure = near[i].first;
+        if (before < mass.first && found.sure == found.least) found.sure = near[i].first;
         if (before < mass.second) found.least = near[i].first;
         before += group;
     }
@@ -196,7 +195,7 @@ bool keep_typical(Row &row, double mass, const Threshold &kept, Threshold &found
     float *values = row.typical.data();
     for (long i = 0; i < n; i++) values[i] = x[i] >= low ? -std::fabs(largest - x[i] - center) : -INFINITE;
     std::pair<double, double> held((mass - MASS_ERROR) * total, (mass + MASS_ERROR) * total);
-    if (!threshold(values, w, n, held, true, found)) return false;
+    if (!threshold(values, w, n, held, found)) return false;
     float above = INFINITE, below = -INFINITE;  // the values next to the last one that is kept
     for (long i = 0; i < n; i++) {
         if (values[i] > found.least) above = std::min(above, values[i]);
@@ -252,7 +251,7 @@ extern "C" int outpace_choose(const float *logits, int64_t n, const Settings *se
     double total = row.total;
     if (s.top_k && s.top_k < n) {
         const double before = double(s.top_k) - 0.5;
-        if (!threshold(x, nullptr, n, {before, before}, true, kept)) return UNSURE;
+        if (!threshold(x, nullptr, n, {before, before}, kept)) return UNSURE;
         const float low = kept.least;
         total = blocks(n, [=](long first, long end) {
             return lanes(first, end, [=](long i) { return x[i] >= low ? w[i] : 0.0f; });
@@ -260,7 +259,7 @@ extern "C" int outpace_choose(const float *logits, int64_t n, const Settings *se
     }
     if (s.top_p < 1) {
         std::pair<double, double> held((s.top_p - MASS_ERROR) * total, (s.top_p + MASS_ERROR) * total);
-        if (!threshold(x, w, n, held, false, found)) return UNSURE;
+        if (!threshold(x, w, n, held, found)) return UNSURE;
         kept.raise(found);
     }
     if (s.min_p > 0) {

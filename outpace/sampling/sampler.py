@@ -144,8 +144,8 @@ class Sampler:
         return uniform(self.seed, *counters)
 
 
-# Filters on the logits of one position or many, in Transformers' order and with its rules. They are plain records, so a
-# model can read their settings and implement them in its own way.
+# Filters on the logits of one position or many, in Transformers' order and with its rules, but tokens with equal logits
+# stay or go together. They are plain records, so a model can read their settings and implement them in its own way.
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class TopP:
-    """Keep the smallest set of the likeliest tokens whose probability reaches `mass`."""
+    """Keep the tokens for which all likelier tokens have a probability of less than `mass`; equals share a fate."""
 
     mass: float
 
@@ -207,10 +207,10 @@ def _drop(logits: Tensor, out: Tensor) -> Tensor:
 
 
 def _top_p(logits: Tensor, mass: float) -> Tensor:
-    ordered, index = torch.sort(logits)
-    out = ordered.double().softmax(-1).cumsum(-1) <= 1 - mass
-    out[..., -1] = False
-    return _drop(logits, torch.zeros_like(out).scatter(-1, index, out))
+    ordered, _ = torch.sort(logits, descending=True)
+    held = ordered.double().softmax(-1).cumsum(-1)[..., :-1]
+    last = (held < mass).sum(-1, keepdim=True)  # place of the least likely token that is kept
+    return _drop(logits, logits < ordered.gather(-1, last))
 
 
 def _typical_p(logits: Tensor, mass: float) -> Tensor:

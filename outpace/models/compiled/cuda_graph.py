@@ -54,7 +54,8 @@ from outpace.sampling.sampler import Pick
 MOST_GRAPHS = 128  # beyond this, the least recently used graph is dropped
 LARGEST_CHUNK = 4096  # prompt tokens of a pass; the matrix unit is busy with fewer
 CHUNK_SHARE = 64  # the intermediate results of a chunk take at most this fraction of the device's memory
-NO_LIMITS = [0.0, 0.0, 0.0]
+NO_LIMITS = limits(())
+USUAL_FILTERS = ((), (1,), (0, 1))  # none; top_p; top_k and top_p
 
 
 class GraphRunner(CompiledRunner):
@@ -166,11 +167,11 @@ class GraphRunner(CompiledRunner):
         return LastPass(captured, segments, self._picks.outputs(captured, segments))
 
     def prepare(self, requests: int) -> None:
-        """Capture the plain passes of all batch sizes, greedy or sampled, with and without filters."""
+        """Capture the plain passes of all batch sizes, with the filters that many requests have."""
         if self.most_tokens:
             sizes = [size for size in SIZES if size <= rounded(min(requests, BATCHES[-1]), SIZES)]
-            for size, filtered, turn in product(reversed(sizes), (False, True), (0, 1)):
-                self.captured(GraphKey(size, rounded(size, BATCHES), filtered=filtered, turn=turn))
+            for size, filters, turn in product(reversed(sizes), USUAL_FILTERS, (0, 1)):
+                self.captured(GraphKey(size, rounded(size, BATCHES), filters=filters, turn=turn))
 
     def choices_are_sure(self) -> bool:
         """Return whether the device made nearly all recent choices itself, so that a pass can build on them."""
@@ -220,8 +221,8 @@ class GraphRunner(CompiledRunner):
             seeds, count = [0 if pick is None else pick.seed for pick in picks], len(picks)
             table[NOISE, :count] = words_of(seeds, table[1, :count] + self.lm.before + 1).T
             table[TEMPERATURE, :count] = np.array(temperatures).view(np.int64)
-        if captured.key.filtered:
-            kept = [limits(pick) or NO_LIMITS for pick in picks]
+        if captured.key.filters:
+            kept = [NO_LIMITS if pick is None else limits(pick.filters) for pick in picks]
             table[LIMITS, : len(picks)] = np.array(kept, dtype=np.float64).T.copy().view(np.int64)
         host[tokens * COLUMNS :] = np.array(packed.segments).reshape(-1)
         captured.staging.send()
@@ -279,8 +280,8 @@ class GraphRunner(CompiledRunner):
             if logits is None:
                 return GraphOutputs(None, states, recorded, None)
             choice = logits, noise.T, temperature.view(torch.float64)
-            if key.filtered:
-                chosen = torch.ops.outpace.choose_kept(*choice, cut.view(torch.float64))
+            if key.filters:
+                chosen = torch.ops.outpace.choose_kept(*choice, cut.view(torch.float64), list(key.filters))
             else:
                 chosen = torch.ops.outpace.choose(*choice)
             return GraphOutputs(logits, states, recorded, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,13 +14,13 @@ from torch import Tensor
 from outpace.models.compiled import packing
 from outpace.models.hf.stages import LayerSpan
 from outpace.models.segment import Segment
-from outpace.sampling.sampler import MinP, Pick, TopK, TopP
+from outpace.sampling.sampler import Filter, MinP, TopK, TopP, TypicalP
 
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, rounded up
 BATCHES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # segments of a pass, rounded up
-# Columns of a token: id, position, pool entry, bits, noise words, temperature, top_k, top_p, min_p.
+# Columns of a token: id, position, pool entry, bits, noise words, temperature, top_k, top_p, min_p, typical_p.
 NOISE, TEMPERATURE = slice(3 + packing.WORDS, 5 + packing.WORDS), 5 + packing.WORDS
-LIMITS = slice(6 + packing.WORDS, 9 + packing.WORDS)
+LIMITS = slice(6 + packing.WORDS, 10 + packing.WORDS)
 COLUMNS = LIMITS.stop
 FOUND = 4  # numbers of a choice: token, largest logit, probability, whether it is certain
 BUFFERS = 2  # host buffers, written in turns
@@ -38,20 +39,22 @@ class GraphKey(NamedTuple):
     taps: tuple[int, ...] = ()
     span: LayerSpan | None = None  # the layers that run; None: all
     heads: bool = True  # whether logits are computed
-    filtered: bool = False  # whether filters (top_k, top_p, min_p) apply before a choice
+    filters: tuple[int, ...] = ()  # rows of `limits` (top_k, top_p, min_p, typical_p) that some token has
     turn: int = 0  # 0 or 1, for two graphs in turns: one runs while the outputs of the other are read
 
     @classmethod
     def of_pass(cls, segments: Seq[Segment], taps: tuple[int, ...] = ()) -> GraphKey:
         tokens = sum(segment.count for segment in segments)
-        key = cls(rounded(tokens, SIZES), rounded(len(segments), BATCHES), taps)
-        return key._replace(filtered=any(limits(segment.pick) is not None for segment in segments))
+        given = {limits(segment.pick.filters) for segment in segments if segment.pick is not None}
+        filters = tuple(i for i, row in enumerate(zip(*given, strict=True)) if any(row))
+        return cls(rounded(tokens, SIZES), rounded(len(segments), BATCHES), taps, filters=filters)
 
 
-def limits(pick: Pick | None) -> list[float] | None:
-    """Return the filters of a pick as input of a graph; None if it has none, or one that graphs do not support."""
-    found = [0.0, 0.0, 0.0]
-    for keep in pick.filters if pick is not None else ():
+@lru_cache(maxsize=1024)
+def limits(filters: tuple[Filter, ...]) -> tuple[float, ...]:
+    """Return the filters of a choice as input of a graph, 0 for none: top_k, top_p, min_p, typical_p."""
+    found = [0.0, 0.0, 0.0, 0.0]
+    for keep in filters:
         match keep:
             case TopK():
                 found[0] = keep.count
@@ -59,9 +62,9 @@ def limits(pick: Pick | None) -> list[float] | None:
                 found[1] = keep.mass
             case MinP():
                 found[2] = keep.share
-            case _:
-                return None
-    return found if any(found) else None
+            case TypicalP():
+                found[3] = keep.mass
+    return tuple(found)
 
 
 class GraphOutputs(NamedTuple):

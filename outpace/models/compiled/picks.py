@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outpace.core.lm import Picked
-from outpace.models.compiled.graph_pass import CapturedPass, limits
+from outpace.models.compiled.graph_pass import CapturedPass
 from outpace.models.hf.lm import TransformersLM
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.noise import words
@@ -60,7 +60,7 @@ class PendingPicks(Picked):
 
     @cached_property
     def _corrected(self) -> Picked | None:
-        """The choices remade by the host, where the filters may keep more tokens than the device sorted; else None."""
+        """The choices remade by the host, where rounding may decide one; else None."""
         return None if self._buffer.sure or all(self._buffer.numbers[3][self._part]) else self._again()
 
     @property
@@ -113,16 +113,11 @@ class PickReader:
         pick = segment.pick
         if pick is None or (pick.temperature and pick.rule != GUMBEL):
             return None  # the host chooses, because the kernels implement no other rule
-        again = partial(self._again, logits, segment, pick)
-        by_graph = not pick.filters or limits(pick) is not None
-        return PendingPicks(buffer, part, again) if by_graph else self._filtered(logits, segment, pick)
+        return PendingPicks(buffer, part, partial(self._again, logits, segment, pick))
 
     def _again(self, logits: Tensor, segment: Segment, pick: Pick) -> Picked:
+        """Choose among the tokens that the filters keep, with the sums of the reference."""
         self.gate.unsure = True
-        return self._filtered(logits, segment, pick)
-
-    def _filtered(self, logits: Tensor, segment: Segment, pick: Pick) -> Picked:
-        """Choose among the tokens that the filters keep, where a graph cannot: they sort, or may keep many tokens."""
         best = logits.amax(-1)
         kept = logits.float() / pick.temperature
         for keep in pick.filters:

@@ -30,7 +30,7 @@ def choose(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
     "outpace::choose", mutates_args=(), schema="(Tensor logits, Tensor words, Tensor temperature) -> Tensor"
 )
 def _choose(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
-    return launch(logits, words, temperature).chosen
+    return launch(logits, words, temperature, BLOCK)
 
 
 @_choose.register_fake
@@ -38,41 +38,62 @@ def _(logits: Tensor, words: Tensor, temperature: Tensor) -> Tensor:
     return logits.new_empty(4, logits.shape[0], dtype=torch.float64)
 
 
-class KernelChoices(NamedTuple):
-    """Choices and intermediate results."""
+def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int) -> Tensor:
+    """Choose for all rows, in chunks of `block` logits."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    return best(in_chunks(logits, words, temperature, block))
 
-    chosen: Tensor  # float64 [4, rows]
-    facts: Tensor  # [4, rows, chunks]: largest logit; after the temperature: largest logit, mass, logit of the winner
+
+class ChunkChoices(NamedTuple):
+    """The choice of each chunk of each row, and what the choice among them needs."""
+
+    scores: Tensor  # float64 [rows, chunks]: logit after the temperature, with noise
+    winners: Tensor  # int32 [rows, chunks]
+    # float32 [5, rows, chunks]: largest logit; after the temperature: largest logit, mass relative to it, logit of the
+    # winner; whether the winner is certain
+    facts: Tensor
 
 
-def launch(logits: Tensor, words: Tensor, temperature: Tensor, block: int = BLOCK) -> KernelChoices:
-    """Run both kernels, in chunks of `block` logits. Inputs are read in place, since copies would be more kernels."""
+def in_chunks(
+    logits: Tensor, words: Tensor, temperature: Tensor, block: int, limits: Tensor | None = None
+) -> ChunkChoices:
+    """Choose in each chunk of `block` logits, but not in rows with `limits`, where filters come first.
+
+    Inputs are read in place, since copies would be more kernels.
+    """
     (rows, vocab), device = logits.shape, logits.device
     chunks = -(-vocab // block)
-    chosen = torch.empty(4, rows, dtype=torch.float64, device=device)
     scores = torch.empty(rows, chunks, dtype=torch.float64, device=device)
     winners = torch.empty(rows, chunks, dtype=torch.int32, device=device)
-    facts = torch.empty(4, rows, chunks, dtype=torch.float32, device=device)
-    if rows == 0:
-        return KernelChoices(chosen, facts)
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    with torch.cuda.device_of(logits):
-        # To divide by a scalar, PyTorch multiplies by its inverse on a GPU, and divides on a CPU.
-        _chunk[(rows, chunks)](
-            logits, words, temperature, scores, winners, facts, vocab, logits.stride(0), words.stride(0),
-            words.stride(1), temperature.stride(0), BLOCK=block, INVERSE=device.type == "cuda", num_warps=8,
-            **early(device),
-        )  # fmt: skip
-        _best[(rows,)](scores, winners, facts, chosen, chunks, BLOCK=power(chunks), num_warps=4, **early(device))
-    return KernelChoices(chosen, facts)
+    facts = torch.empty(5, rows, chunks, dtype=torch.float32, device=device)
+    given, strides = (words, (0, 0)) if limits is None else (limits, limits.stride())
+    if rows:
+        with torch.cuda.device_of(logits):
+            # To divide by a scalar, PyTorch multiplies by its inverse on a GPU, and divides on a CPU.
+            _chunk[(rows, chunks)](
+                logits, words, temperature, given, scores, winners, facts, vocab, logits.stride(0), words.stride(0),
+                words.stride(1), temperature.stride(0), *strides, BLOCK=block, INVERSE=device.type == "cuda",
+                FILTERED=limits is not None, num_warps=8, **early(device),
+            )  # fmt: skip
+    return ChunkChoices(scores, winners, facts)
+
+
+def best(found: ChunkChoices) -> Tensor:
+    """Choose the best of each row's chunks."""
+    _, rows, chunks = found.facts.shape
+    chosen = torch.empty(4, rows, dtype=torch.float64, device=found.facts.device)
+    if rows:
+        with torch.cuda.device_of(chosen):
+            _best[(rows,)](*found, chosen, chunks, BLOCK=power(chunks), num_warps=4, **early(chosen.device))
+    return chosen
 
 
 @jit
 def _chunk(
-    logits, words, temperatures, scores, winners, facts, vocab, stride, w0, w1, t0,
-    BLOCK: constexpr, INVERSE: constexpr, EARLY: constexpr,
+    logits, words, temperatures, limits, scores, winners, facts, vocab, stride, w0, w1, t0, l0, l1,
+    BLOCK: constexpr, INVERSE: constexpr, FILTERED: constexpr, EARLY: constexpr,
 ):  # fmt: skip
-    """Find the best token of one chunk of one row."""
+    """Find the best token of one chunk of one row, unless filters come first."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     begin(EARLY)
@@ -88,11 +109,10 @@ def _chunk(
         scaled, top = x, tl.where(largest == largest, largest, float("-inf")).to(tl.float64)
         winner = tl.min(tl.where(x == largest, token, vocab - 1), 0)  # the first one on a tie
     else:
-        scaled = divided(x, temperature.to(x.dtype), INVERSE)
-        score = scaled.to(tl.float64) + gumbel(token, words + row * w0, w1)
-        score = tl.where(score == score, score, float("-inf"))
-        top = tl.max(score, 0)
-        winner = tl.min(tl.where(score == top, token, vocab - 1), 0)
+        scaled, top, winner = divided(x, temperature.to(x.dtype), INVERSE), tl.full([], 0, tl.float64), vocab - 1
+        filters = tl.load(limits + tl.arange(0, 4) * l0 + row * l1) if FILTERED else tl.zeros([4], tl.float64)
+        if tl.max(filters, 0) == 0:
+            top, winner = best_noised(scaled, token, token < vocab, words + row * w0, w1, vocab)
     tl.store(scores + place, top)
     tl.store(winners + place, winner)
     scaled = scaled.to(tl.float32)
@@ -103,6 +123,28 @@ def _chunk(
     tl.store(facts + apart + place, peak)
     tl.store(facts + 2 * apart + place, mass)
     tl.store(facts + 3 * apart + place, tl.max(tl.where(token == winner, scaled, float("-inf")), 0))
+    tl.store(facts + 4 * apart + place, 1.0)
+
+
+@jit
+def best_noised(x, token, live, words, apart, vocab):
+    """Return the largest `x + gumbel` of the live tokens, and its token; the first one on a tie.
+
+    Noise in float64 takes long, so it is computed for one token after the other, from the highest bound of a score
+    down, until no other token can be better. Of a uniform number u, the noise is at most -log(1 - u).
+    """
+    rest = (_hashed(token, words, apart) ^ 0xFFFFFFFF).to(x.dtype) + 0.5  # 2^32 (1 - u)
+    bound = x - (tl.log(rest) - 22.180709777918249)
+    bound = tl.where(live & (bound == bound), bound, float("-inf"))
+    top, winner, most = tl.full([], float("-inf"), tl.float64), vocab - 1, tl.max(bound, 0)
+    while (most > float("-inf")) & (most + (0.001 + tl.abs(tl.maximum(most, -3e38)) * 1e-6) >= top):  # float32's error
+        at = tl.min(tl.where(bound == most, token, vocab - 1), 0)
+        score = tl.max(tl.where(token == at, x, float("-inf")), 0).to(tl.float64) + gumbel(at, words, apart)
+        better = (score > top) | ((score == top) & (at < winner))
+        top, winner = tl.where(better, score, top), tl.where(better, at, winner)
+        bound = tl.where(token == at, float("-inf"), bound)
+        most = tl.max(bound, 0)
+    return top, winner
 
 
 @jit
@@ -118,9 +160,14 @@ def divided(x, temperature, INVERSE: constexpr):
 @jit
 def gumbel(token, words, apart):
     """Compute `outpace.sampling.noise.gumbel` of each token from the two words of its key."""  # float64
+    return -tl.log(-tl.log((_hashed(token, words, apart).to(tl.float64) + 0.5) * (1.0 / 4294967296)))
+
+
+@jit
+def _hashed(token, words, apart):
+    """Compute the 32 random bits of each token."""
     a, b = tl.load(words).to(tl.uint32), tl.load(words + apart).to(tl.uint32)
-    word = _mix(_mix(token.to(tl.uint32) * 0x9E3779B1 + a) ^ b)
-    return -tl.log(-tl.log((word.to(tl.float64) + 0.5) * (1.0 / 4294967296)))
+    return _mix(_mix(token.to(tl.uint32) * 0x9E3779B1 + a) ^ b)
 
 
 @jit
@@ -152,4 +199,5 @@ def _best(scores, winners, facts, chosen, chunks, BLOCK: constexpr, EARLY: const
     tl.store(chosen + row, first.to(tl.float64))
     tl.store(chosen + rows + row, tl.where(bad, float("nan"), tl.max(largest, 0)).to(tl.float64))
     tl.store(chosen + 2 * rows + row, (tl.exp(kept - top) / total).to(tl.float64))
-    tl.store(chosen + 3 * rows + row, tl.full([], 1, tl.float64))
+    certain = tl.load(facts + 4 * apart + place, mask=inside, other=1.0)
+    tl.store(chosen + 3 * rows + row, tl.min(tl.where(winner == first, certain, 1.0), 0).to(tl.float64))

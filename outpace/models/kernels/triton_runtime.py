@@ -20,6 +20,11 @@ else:
     constexpr = tl.constexpr if AVAILABLE else None
 
 
+def constant(value: int) -> Any:
+    """Make a constant of a module that kernels may read."""
+    return constexpr(value) if AVAILABLE else value
+
+
 # Arguments that differ from call to call. One compiled kernel serves all their values.
 VARYING = ["rows", "count", "all_tokens"]
 
