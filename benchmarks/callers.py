@@ -4,7 +4,8 @@
     python benchmarks/callers.py --model smollm2-135m-instruct.gguf
     python benchmarks/callers.py --random                            # a Llama with the shape of 8B, on a GPU
 
-All ways run in turn, in one process, each after a warm-up; a ratio is the median over the rounds.
+The random model is that of versions.py: it has no near ties, so every text that differs is an error. All ways run in
+turn, in one process, each after a warm-up; a ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
 import typer
+from versions import random_model
 
 import outpace
 from outpace.api.model import Model
@@ -61,21 +62,6 @@ WAYS: dict[str, Callable[[Model, list[Any], dict[str, Any]], Tokens]] = {
 }
 
 
-def random_llama() -> Model:
-    """Build a model with the shape of Llama-3.1-8B and random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = LlamaForCausalLM(config).eval()
-        torch.set_default_dtype(torch.float32)
-    return outpace.wrap(model)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
@@ -84,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     if given.random:
-        model = random_llama()
+        model = outpace.wrap(random_model("8b", "cuda"))
         prompts: list[Any] = [[(7 * i + 31 * row) % 1000 for i in range(64 + 8 * row)] for row in range(CALLERS)]
     else:
         model = outpace.load(given.model)

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_load.py prompts --lengths 512 4096 15000
     python benchmarks/gpu_load.py requests --counts 64 128 256 --rounds 10
-    python benchmarks/gpu_load.py sampling --counts 1 64
+    python benchmarks/gpu_load.py sampling --sampled 1 64
 
 The model is that of benchmarks/versions.py: it has no near ties. Prompts are compared with the rate of the matrix unit
 in the same run, sampled text with greedy text, in turns. `--shape tiny` runs on a CPU, to try the script.
@@ -101,7 +101,7 @@ def requests(model: outpace.Model, asked: argparse.Namespace) -> None:
 def sampling(model: outpace.Model, asked: argparse.Namespace) -> None:
     """Take turns between greedy text and every setting, on peaked and on flat distributions."""
     say("| requests | setting | peaked: tokens/s | of greedy | flat: tokens/s | of greedy |\n|---|---|---|---|---|---|")
-    for count in asked.counts:
+    for count in asked.sampled:
         given = random_prompts(count, 128)
         for name, settings in SETTINGS.items():
             line = f"| {count} | {name} |"
@@ -122,7 +122,8 @@ def main() -> None:
     parser.add_argument("part", choices=["prompts", "requests", "sampling"], nargs="+")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 15000])
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--counts", type=int, nargs="+", default=[64, 128, 256], help="requests")
+    parser.add_argument("--sampled", type=int, nargs="+", default=[1, 64], help="requests, for sampling")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()

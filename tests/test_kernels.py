@@ -568,18 +568,12 @@ def test_logits_that_cannot_be_chosen_from_are_told_with_filters_too() -> None:
 def test_operators_are_well_formed() -> None:
     q, keys, values, seen = scene([(1, 2, 20)], (2, 1, 16), 1, torch.float32)
     x, weights = rows_of(3, 32, [16, 8], torch.float32)
-    heat = torch.ones(3, device=DEVICE)
+    choice = x, words_at(0, [0, 1, 2]), torch.ones(3, device=DEVICE)
     cases: dict[Any, tuple[Any, ...]] = {
         torch.ops.outpace.attend: (q, keys.nan_to_num(), values.nan_to_num(), list(seen), None, [0.25, 0.0, 0.0]),
         torch.ops.outpace.linears: (x, weights, [], [None, None]),
-        torch.ops.outpace.choose: (x, words_at(0, [0, 1, 2]), torch.ones(3, device=DEVICE)),
-        torch.ops.outpace.choose_kept: (
-            x,
-            words_at(0, [0, 1, 2]),
-            torch.ones(3, device=DEVICE),
-            limits_of([{}] * 3),
-            [0],
-        ),
+        torch.ops.outpace.choose: choice,
+        torch.ops.outpace.choose_kept: (*choice, limits_of([{}] * 3), [0]),
     }
     for op, args in cases.items():
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
