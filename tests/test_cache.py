@@ -608,6 +608,7 @@ def test_a_pool_that_grows_keeps_what_its_slots_hold(pages: int | None, work: li
         pool.memory = Pages(shape, pages)  # type: ignore[assignment]
         pool.pool, at = pool.memory.tensor, pool.memory.whole.data_ptr()  # type: ignore[attr-defined]
     held: dict[int, int] = {}
+    known = pool.generation, pool.size
     for slot, length in work:
         if not length:
             pool.forget(slot)
@@ -621,6 +622,8 @@ def test_a_pool_that_grows_keeps_what_its_slots_hold(pages: int | None, work: li
             assert SCRAP + others + length > pages - GRAIN  # only where it does not fit
             continue
         held[slot] = max(length, held.get(slot, 0))
+        assert pool.generation > known[0] or pool.size == known[1]  # graphs are captured anew
+        known = pool.generation, pool.size
         for layer in range(2):
             pool.keys[layer][slot][:, : held[slot]] = 10 * slot + layer
             pool.values[layer][slot][:, : held[slot]] = -10 * slot - layer

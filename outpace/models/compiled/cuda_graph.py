@@ -46,6 +46,7 @@ from outpace.models.hf.module import recording
 from outpace.models.hf.stages import LayerSpan, StageOutputs
 from outpace.models.hf.tolerance import apart, tolerance
 from outpace.models.kernels import triton_runtime
+from outpace.models.memory import free
 from outpace.models.segment import Segment, SegmentOutput, packed_features
 from outpace.models.slots import CHUNK
 from outpace.sampling.noise import words_of
@@ -55,6 +56,7 @@ MOST_GRAPHS = 128  # beyond this, the least recently used graph is dropped
 LARGEST_CHUNK = 4096  # prompt tokens of a pass; the matrix unit is busy with fewer
 CHUNK_SHARE = 64  # the intermediate results of a chunk take at most this fraction of the device's memory
 NO_LIMITS = limits(())
+USUAL_TEXT, FREE_SHARE = 512, 4  # tokens of a request's text; the most of free memory for them, as a fraction
 USUAL_FILTERS = ((), (1,), (0, 1))  # none; top_p; top_k and top_p
 
 
@@ -169,6 +171,7 @@ class GraphRunner(CompiledRunner):
     def prepare(self, requests: int) -> None:
         """Capture the plain passes of all batch sizes, with the filters that many requests have."""
         if self.most_tokens:
+            self.cache.expect(min(requests * USUAL_TEXT, free(self.lm.device) // FREE_SHARE // self.cache.token_bytes))
             sizes = [size for size in SIZES if size <= rounded(min(requests, BATCHES[-1]), SIZES)]
             for size, filters, turn in product(reversed(sizes), USUAL_FILTERS, (0, 1)):
                 self.captured(GraphKey(size, rounded(size, BATCHES), filters=filters, turn=turn))
@@ -229,7 +232,7 @@ class GraphRunner(CompiledRunner):
 
     def captured(self, key: GraphKey) -> CapturedPass:
         """Return the graph for this key; capture it if it is missing."""
-        if self._generation != self.cache.generation:  # the pool has moved, and graphs read the old one
+        if self._generation != self.cache.generation:  # graphs know the pool and its size
             torch.cuda.synchronize()  # a graph may still be running
             self._graphs.clear()
             self.graph_memory = torch.cuda.graph_pool_handle()  # the old handle died with its last graph

@@ -158,7 +158,7 @@ class PooledCache(SlotCache):
         self.device = device
         self.token_bytes = shape.nbytes
         self.regions: dict[int, CacheRegion] = {}
-        self.generation = 0  # changes when the pool becomes another tensor
+        self.generation = 0  # changes with the size of the pool, which compiled code checks its indices against
         self.memory = growing((shape.layers, 2), (shape.heads, shape.dim), shape.dtype, device, limit)
         self.pool = self._empty(SCRAP + FIRST_CAPACITY) if self.memory is None else self.memory.tensor
         self.sides = self._sides()
@@ -259,16 +259,21 @@ class PooledCache(SlotCache):
         old = self.pool
         if self.memory is None:
             self.pool = self._empty(size)
-            self.generation += 1
         else:
             try:
                 self.memory.grow(size)
             except torch.OutOfMemoryError:
                 self.memory.grow(least)
             self.pool = self.memory.tensor
+        self.generation += int(self.memory is None or self.size != old.shape[2])
         self.sides = self._sides()
         if self.memory is None:
             self._close_gaps(old)
+
+    def expect(self, entries: int) -> None:
+        """Make the pool large enough for this many entries, if there is memory, before anything is captured."""
+        if entries > self.size and (self.limit is None or entries * self.token_bytes <= self.limit):
+            self._enlarge(self.size, entries)
 
     def _close_gaps(self, old: Tensor, last: int | None = None) -> None:
         """Move all regions, from the old pool or within this one, to its front; the one of slot `last` behind them."""
