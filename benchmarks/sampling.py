@@ -90,12 +90,16 @@ def random_gguf(vocab: int, folder: str) -> Model:
     return outpace.load(path)
 
 
+def prompt_of(turn: int) -> list[int]:
+    return list(range(100 + 200 * turn, 220 + 200 * turn))
+
+
 def speed(model: Model, method: str, tokens: int, turn: int, settings: dict[str, Any]) -> float:
     """Tokens per second, the prompt left out: two lengths, and the difference.
 
     Each round has a text of its own, since some methods remember what was generated.
     """
-    prompt = list(range(100 + 200 * turn, 220 + 200 * turn))
+    prompt = prompt_of(turn)
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
@@ -113,6 +117,7 @@ def measure(model: Model, tokens: int, rounds: int) -> dict[tuple[str, str], lis
     plans += [(method, name) for method in METHODS for name in ("greedy", "top_p 0.95")]
     found = defaultdict[tuple[str, str], list[float]](list)
     for turn in track(range(rounds + 1), f"{model.name}"):
+        model.generate(prompt_of(turn), method="plain", max_tokens=1)  # from here on the cache has the prompt
         for method, name in plans:
             rate = speed(model, method, tokens if turn else 8, turn, SETTINGS[name])
             if turn:

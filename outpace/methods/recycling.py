@@ -48,7 +48,9 @@ class Recycling(Drafter):
         rows.clear()
         weights = [m / o for m, o in zip(self._matched, self._offered, strict=True)]
         tree, ranks = Tree([seq.tokens[-1]]), min(self.k, budget.width)
-        rows[tree.tokens[ROOT]] = self._known.row(tree.tokens[ROOT])  # it is judged by the text even if nothing is drafted
+        rows[tree.tokens[ROOT]] = self._known.row(
+            tree.tokens[ROOT]
+        )  # it is judged by the text even if nothing is drafted
         least = self.price if self.price is not None else 0.0 if seq.target is None else seq.target.token_price
         # The likeliest path comes first: minus its probability, parent, rank, the parent's probability, depth.
         frontier = [(-weights[0], ROOT, 0, 1.0, 1)]
@@ -69,7 +71,9 @@ class Recycling(Drafter):
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         rows = seq.state(self, lambda: self._learn_prompt(seq))
         if self._offered[0] > MEMORY:
-            self._offered, self._matched = ([count / 2 for count in counts] for counts in (self._offered, self._matched))
+            self._offered, self._matched = (
+                [count / 2 for count in counts] for counts in (self._offered, self._matched)
+            )
         # Count by the table, not by the tree: other methods may have added nodes to it, or a policy removed some.
         for node, choice in zip(step.path, step.tokens, strict=False):
             for rank, token in enumerate(rows.get(step.tree.tokens[node], ())):

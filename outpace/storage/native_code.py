@@ -18,9 +18,7 @@ PLAIN = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
 NATIVE = ["-march=native", "-mprefer-vector-width=512"]  # not every compiler knows these
 
 
-def compiled(
-    source: Path, compile: Sequence[str] = (), link: Sequence[str] = (), about: str = ""
-) -> Path | None:
+def compiled(source: Path, compile: Sequence[str] = (), link: Sequence[str] = (), about: str = "") -> Path | None:
     """Return the shared library of a source file, or None where no C++ compiler can make it.
 
     `about` names what else the library was made from, such as the version of the headers.
