@@ -134,7 +134,7 @@ class Sequence:
         if self.limits.logprobs is not None:
             own = logits[node]  # [vocab]; read only if log-probabilities are requested
             if self.limits.processed:
-                own = self.sampler.log_distribution(own, self.tokens)
+                own = self.sampler.sampled_logits(own, self.tokens)
             self.logprobs.append(logprob_of(token, own, self.limits.logprobs))
         self.tokens.append(token)
         enough = len(self.tokens) - self.prompt_length >= self.limits.min_tokens

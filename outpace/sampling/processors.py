@@ -28,7 +28,7 @@ class TokenCounts:
     def _forget(self) -> None:
         self._text: list[int] = []
         self._places: dict[int, int] = {}
-        self._tokens, self._counts = np.zeros(256, np.int64), np.zeros(256)  # with room for more
+        self._tokens, self._counts = np.zeros(256, dtype=np.int64), np.zeros(256)  # with room for more
 
     def read(self, text: list[int]) -> tuple[Tensor, Tensor]:
         """Return the tokens of this text, each once, and their counts in float64."""  # [n], [n]
@@ -37,7 +37,8 @@ class TokenCounts:
         for token in text[max(len(self._text), self._start) :]:
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._tokens):
-                self._tokens, self._counts = (np.append(a, np.zeros_like(a)) for a in (self._tokens, self._counts))
+                self._tokens = np.concatenate([self._tokens, self._tokens])
+                self._counts = np.concatenate([self._counts, np.zeros(place)])
             self._tokens[place] = token
             self._counts[place] += 1
         self._text += text[len(self._text) :]

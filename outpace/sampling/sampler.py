@@ -154,11 +154,9 @@ class Sampler:
             return torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, logits.argmax(), 1.0)
         return logits.double().softmax(-1)
 
-    def log_distribution(self, logits: Tensor, prefix: list[int]) -> Tensor:
-        """Return the logarithm of `distribution`, also precise for unlikely tokens."""  # [vocab] -> [vocab]
-        if self.greedy:
-            return self.distribution(logits, prefix).log()
-        return self.process(logits, prefix).double().log_softmax(-1)
+    def sampled_logits(self, logits: Tensor, prefix: list[int]) -> Tensor:
+        """Return logits whose softmax is `distribution`."""  # [vocab] -> [vocab]
+        return self.distribution(logits, prefix).log() if self.greedy else self.process(logits, prefix)
 
     def uniform(self, *counters: int) -> float:
         return uniform(self.seed, *counters)
