@@ -589,6 +589,7 @@ def test_log_probabilities_are_those_of_a_softmax_in_float64(
     logs, token = logits.double().log_softmax(-1), seed % vocab
     for given_logits in (logits, logits.double()):  # compiled code reads float32
         found = logprob_of(token, given_logits, 5)
+        assert logprob_of(token, given_logits, 0) == replace(found, top={})
         assert found.logprob == pytest.approx(logs[token].item(), rel=1e-12, abs=1e-12)
         assert found.entropy == pytest.approx(torch.special.entr(logs.exp()).sum().item(), rel=1e-9, abs=1e-11)
         assert list(found.top.values()) == pytest.approx(logs.topk(min(5, vocab)).values.tolist(), rel=1e-12, abs=1e-12)
@@ -610,7 +611,7 @@ def test_without_a_compiler_choices_are_the_same(monkeypatch: pytest.MonkeyPatch
 
 
 @compiled_here
-@given(seed=seeds, vocab=st.sampled_from([8, 15, 16, 33, 5000]), k=st.integers(1, 8), step=st.sampled_from([0.0, 0.5]))
+@given(seed=seeds, vocab=st.sampled_from([8, 15, 16, 33, 5000]), k=st.integers(0, 8), step=st.sampled_from([0.0, 0.5]))
 @steady
 def test_compiled_top_k(seed: int, vocab: int, k: int, step: float) -> None:
     logits = torch.stack([rows(seed + i, vocab, 3.0, step) for i in range(3)])

@@ -196,6 +196,7 @@ typedef std::vector<std::pair<float, int64_t>> Tokens;
 /* The k largest of a row, the largest first; of equal ones the first. */
 void likeliest(const float *x, int64_t n, int64_t k, Tokens &best) {
     best.clear();
+    if (k < 1) return;
     for (long first = 0; first < n; first += LANES) {
         const long end = std::min<long>(n, first + LANES);
         const bool full = long(best.size()) == k;

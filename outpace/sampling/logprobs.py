@@ -24,7 +24,8 @@ class Logprob:
 
 def logprob_of(token: int, logits: Tensor, count: int) -> Logprob:  # [vocab]
     """Return the log-probability of a token under softmax(logits), in float64, and the likeliest `count` tokens."""
-    found, best = native.log_sum(logits), top_k(logits[None], min(count, len(logits)))[0]  # [count]
+    found = native.log_sum(logits)
+    best = top_k(logits[None], min(count, len(logits)))[0]  # [count]
     if found is None:
         logs = logits.double().log_softmax(-1)  # [vocab]
         own, tops = logs[token].item(), logs[best].tolist()
