@@ -585,7 +585,8 @@ def test_what_compiled_code_cannot_read_is_chosen_by_the_sampler() -> None:
 def test_log_probabilities_are_those_of_a_softmax_in_float64(
     seed: int, vocab: int, scale: float, step: float, masked: bool
 ) -> None:
-    logits = rows(seed, vocab, scale, step) if masked and vocab > 7 else scale * torch.randn(vocab)
+    own = torch.Generator().manual_seed(seed)
+    logits = rows(seed, vocab, scale, step) if masked and vocab > 7 else scale * torch.randn(vocab, generator=own)
     logs, token = logits.double().log_softmax(-1), seed % vocab
     for given_logits in (logits, logits.double()):  # compiled code reads float32
         found = logprob_of(token, given_logits, 5)
