@@ -38,9 +38,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "logit_bias": {"temperature": 0.8, "logit_bias": {5: 2.0, 7: -1.0}},
     "bad words": {"temperature": 0.8, "bad_words": [[3, 4], [9]]},
     "5 logprobs": {"temperature": 0.8, "logprobs": 5},
+    "grammar": {"temperature": 0.8, "regex": "(.|\\n)*"},
 }
 METHODS = ("recycling", "lookahead", "auto")
-PROMPT = list(range(100, 220))
 
 
 def load(name: str) -> Model:
@@ -90,12 +90,20 @@ def random_gguf(vocab: int, folder: str) -> Model:
     return outpace.load(path)
 
 
-def speed(model: Model, method: str, tokens: int, settings: dict[str, Any]) -> float:
-    """Tokens per second, the prompt left out: two lengths, and the difference."""
+def prompt_of(turn: int) -> list[int]:
+    return list(range(100 + 200 * turn, 220 + 200 * turn))
+
+
+def speed(model: Model, method: str, tokens: int, turn: int, settings: dict[str, Any]) -> float:
+    """Tokens per second, the prompt left out: two lengths, and the difference.
+
+    Each round has a text of its own, since some methods remember what was generated.
+    """
+    prompt = prompt_of(turn)
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
-        done = model.generate(PROMPT, method=method, max_tokens=count, min_tokens=count, **settings)
+        done = model.generate(prompt, method=method, max_tokens=count, min_tokens=count, seed=turn, **settings)
         assert len(done.tokens) == count
         return time.perf_counter() - start
 
@@ -104,12 +112,14 @@ def speed(model: Model, method: str, tokens: int, settings: dict[str, Any]) -> f
 
 
 def measure(model: Model, tokens: int, rounds: int) -> dict[tuple[str, str], list[float]]:
-    plans = [("plain", name) for name in SETTINGS]
+    able = [name for name, given in SETTINGS.items() if model.tokenizer is not None or "regex" not in given]
+    plans = [("plain", name) for name in able]
     plans += [(method, name) for method in METHODS for name in ("greedy", "top_p 0.95")]
     found = defaultdict[tuple[str, str], list[float]](list)
     for turn in track(range(rounds + 1), f"{model.name}"):
+        model.generate(prompt_of(turn), method="plain", max_tokens=1)  # from here on the cache has the prompt
         for method, name in plans:
-            rate = speed(model, method, tokens if turn else 8, SETTINGS[name])
+            rate = speed(model, method, tokens if turn else 8, turn, SETTINGS[name])
             if turn:
                 found[method, name].append(rate)
     return found

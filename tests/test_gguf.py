@@ -278,7 +278,7 @@ def test_a_cache_that_is_full_is_made_anew_and_larger(file: File, model: Model) 
     lm.runtime = Runtime(file, 256)  # of which rejected nodes soon take most
     small = Model(lm, model.tokenizer, {2}, "small")
     expected = model.generate(TEXTS, method="plain", max_tokens=45, ignore_eos=True)
-    done = small.generate(TEXTS, method="recycling", nodes=4, max_tokens=45, ignore_eos=True)
+    done = small.generate(TEXTS, method="recycling", nodes=4, price=0.0, max_tokens=45, ignore_eos=True)
     assert [found.tokens for found in done] == [found.tokens for found in expected]
     assert lm.runtime.cells > 256 and len(lm._branches) == UNREAD - SLOTS
 
@@ -332,6 +332,11 @@ def test_text_is_split_as_the_model_learnt_it(model: Model, file: File, smollm2:
     assert own.encode(spelled) == own.apply_chat_template(chat, add_generation_prompt=True)
     assert own.decode([1, 905], skip_special_tokens=True) == own.decode([905]) and len(own) == file.vocab
     assert 2 in model.stop_token_ids
+
+
+def test_a_file_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
+    bare = outpace.load(written(tmp_path / "bare.gguf", "Q8_0"))
+    assert bare.tokenizer is None and len(bare.generate([5, 9, 2], max_tokens=4).tokens) == 4
 
 
 def test_a_tokenizer_is_read_from_its_file_once(file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

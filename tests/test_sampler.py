@@ -30,6 +30,7 @@ from transformers import (
 
 from outpace.errors import RequestFailed, UsageError
 from outpace.sampling import native
+from outpace.sampling.logprobs import logprob_of
 from outpace.sampling.noise import WORD, gumbel, keys, mix, uniform, words, words_of
 from outpace.sampling.processors import (
     Banned,
@@ -39,6 +40,7 @@ from outpace.sampling.processors import (
     LogitBias,
     MinTokens,
     RepetitionPenalty,
+    TokenCounts,
     build,
 )
 from outpace.sampling.sampler import Processor, Sampler
@@ -297,6 +299,40 @@ def test_processors_are_pure() -> None:
         assert not torch.equal(first, logits)
 
 
+@steady
+@given(st.lists(prefixes, min_size=1, max_size=6), st.integers(0, 14))
+def test_counts_of_any_texts_in_a_row_are_those_of_each(texts: list[list[int]], start: int) -> None:
+    known, text = TokenCounts(start), list[int]()
+    for tokens in texts:
+        text = text + tokens if tokens[0] % 3 else tokens  # a longer text, or another one
+        found, counts = known.read(text)
+        assert dict(zip(found.tolist(), counts.tolist(), strict=True)) == Counter(text[start:])
+
+
+def test_counts_have_room_for_many_tokens() -> None:
+    known, text = TokenCounts(), [7 * i % 1009 for i in range(3000)]
+    for length in (1, 250, 700, 3000):
+        found, counts = known.read(text[:length])
+        assert dict(zip(found.tolist(), counts.tolist(), strict=True)) == Counter(text[:length])
+
+
+def test_edits_share_one_copy_of_the_models_logits() -> None:
+    edits = [
+        LogitBias({1: 2.0}),
+        CustomProcessor(lambda ids, scores: scores * 2),
+        CountPenalty(0.5, 0.5, 1),
+        Banned(((3,),)),
+    ]
+    logits, prefix = random_logits(2).float(), [4, 1, 1]
+    expected = logits
+    for process in edits:
+        expected = process(prefix, expected)
+    for order in (edits, [*edits[2:], *edits[:2]]):
+        Sampler(Sampling(), order).process(logits, prefix)
+        assert torch.equal(logits, random_logits(2).float())
+    assert torch.equal(Sampler(Sampling(), edits).process(logits, prefix), expected)
+
+
 def test_custom_is_called_as_transformers_does() -> None:
     def function(ids: Tensor, scores: Tensor) -> Tensor:
         assert ids.tolist() == [[1, 2, 3]] and scores.shape == (1, VOCAB)
@@ -499,7 +535,7 @@ def rows(seed: int, vocab: int, scale: float, step: float) -> Tensor:
 filters = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.1, 0.8, 1.0, 1.7]),
-        "top_k": st.sampled_from([0, 0, 1, 2, 40, 5000]),
+        "top_k": st.sampled_from([0, 0, 1, 2, 40, 256, 257, 5000]),
         "top_p": st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
         "min_p": st.sampled_from([0.0, 0.0, 0.001, 0.3, 1.0]),
         "typical_p": st.sampled_from([1.0, 1.0, 0.95, 0.2]),
@@ -552,6 +588,36 @@ def test_what_compiled_code_cannot_read_is_chosen_by_the_sampler() -> None:
         assert sampler.choose(other, [0] * 4) == reference(sampler, logits, 4)
 
 
+@given(
+    seed=seeds,
+    vocab=st.sampled_from([1, 7, 16, 1025, 4099]),
+    scale=st.sampled_from([0.0, 1.0, 30.0, 3000.0]),
+    step=st.sampled_from([0.0, 0.25]),
+    masked=st.booleans(),
+)
+@steady
+def test_log_probabilities_are_those_of_a_softmax_in_float64(
+    seed: int, vocab: int, scale: float, step: float, masked: bool
+) -> None:
+    own = torch.Generator().manual_seed(seed)
+    logits = rows(seed, vocab, scale, step) if masked and vocab > 7 else scale * torch.randn(vocab, generator=own)
+    logs, token = logits.double().log_softmax(-1), seed % vocab
+    for given_logits in (logits, logits.double()):  # compiled code reads float32
+        found = logprob_of(token, given_logits, 5)
+        assert logprob_of(token, given_logits, 0) == replace(found, top={})
+        assert found.logprob == pytest.approx(logs[token].item(), rel=1e-12, abs=1e-12)
+        assert found.entropy == pytest.approx(torch.special.entr(logs.exp()).sum().item(), rel=1e-9, abs=1e-11)
+        assert list(found.top.values()) == pytest.approx(logs.topk(min(5, vocab)).values.tolist(), rel=1e-12, abs=1e-12)
+        assert all(value == pytest.approx(logs[i].item(), rel=1e-12, abs=1e-12) for i, value in found.top.items())
+
+
+@compiled_here
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_log_probabilities_of_what_is_not_finite_are_left_to_torch(bad: float) -> None:
+    logits = torch.randn(40).index_fill_(0, torch.tensor(20), bad)
+    assert native.log_sum(logits) is None and native.log_sum(torch.full((40,), -math.inf)) is None
+
+
 def test_without_a_compiler_choices_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, logits = Sampler(Sampling(temperature=0.8, top_p=0.9)), rows(1, 500, 2.0, 0.0)
     expected = [sampler.choose(logits, [0] * position) for position in range(1, 30)]
@@ -560,7 +626,7 @@ def test_without_a_compiler_choices_are_the_same(monkeypatch: pytest.MonkeyPatch
 
 
 @compiled_here
-@given(seed=seeds, vocab=st.sampled_from([8, 15, 16, 33, 5000]), k=st.integers(1, 8), step=st.sampled_from([0.0, 0.5]))
+@given(seed=seeds, vocab=st.sampled_from([8, 15, 16, 33, 5000]), k=st.integers(0, 8), step=st.sampled_from([0.0, 0.5]))
 @steady
 def test_compiled_top_k(seed: int, vocab: int, k: int, step: float) -> None:
     logits = torch.stack([rows(seed + i, vocab, 3.0, step) for i in range(3)])

@@ -25,6 +25,7 @@ from outpace.methods.recycling import Recycling
 from outpace.methods.suffix import COUNTED, NO_MATCH, SEPARATOR, START, Automaton, Suffix
 from outpace.sampling.sampler import Sampler
 from outpace.sampling.settings import Sampling
+from outpace.testing import ToyLM
 
 steady = settings(derandomize=True, deadline=None, max_examples=150)
 letters = st.integers(0, 2)
@@ -367,6 +368,30 @@ def test_recyclings_tree_is_read_from_the_table(seed: int, depth: int, nodes: in
         assert children == drafter._known.table[tree.tokens[node]].tolist()[: len(children)]
     most = sum(min(width, 4) ** level for level in range(1, depth + 1))
     assert len(tree) - 1 == min(nodes, most)  # the table is full, so the budget is used
+
+
+def test_recycling_drafts_only_what_is_likelier_than_its_price() -> None:
+    """While nothing is drafted, the text still says how often each rank is right."""
+    drafter, target = Recycling(k=3), ToyLM(vocab=VOCAB)
+    seq = sequence([0, 1], drafter)
+    seq.target = target
+    everything = Tree([1, *(t for t in range(VOCAB) if t != 1)], [-1, *[0] * (VOCAB - 1)])
+    scores = scored(everything)
+    drafter.observe(seq, passed(everything, [0], scores), scores)
+    sizes = []
+    for price in (0.0, 0.02, 0.2, 0.7):
+        target.token_price = price
+        sizes.append(len(drafter.propose(seq, Budget(3, 20, 3))))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 21 and sizes[-1] == 1
+    said = Scores(Logits(scores.logits.all()[:1]))
+    for _ in range(60):  # the likeliest successor comes every time
+        tree = drafter.propose(seq, Budget(3, 20, 3))
+        drafter.observe(seq, Step(Tree([1]), [0], [int(drafter._known.table[1, 0])], [0]), said)
+    assert len(tree) > 1 and tree.tokens[1] == int(drafter._known.table[1, 0])
+    for _ in range(200):  # and then never again
+        drafter.propose(seq, Budget(3, 20, 3))
+        drafter.observe(seq, Step(Tree([1]), [0], [EMPTY - 1], [0]), said)
+    assert len(drafter.propose(seq, Budget(3, 20, 3))) == 1
 
 
 def test_recycling_learns_which_rank_is_right() -> None:

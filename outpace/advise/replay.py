@@ -47,6 +47,7 @@ class ReplayLM(CachelessLM):
         super().__init__()
         self.recording: Recording | None = None  # the one that is replayed now
         self.vocab, self.max_length, self.trees = target.vocab, target.max_length, target.trees
+        self.token_price = target.token_price
         self.layers = None if target.layers is None else ReplayLayers(target.layers)
         self._endings = _by_ending(recordings)
         self._latest: dict[int, list[int]] = {}  # token -> its latest likely successors

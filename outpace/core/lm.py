@@ -39,6 +39,7 @@ class LM(ABC):
     identity: str = ""  # what the cost of a pass depends on, apart from the machine
     trees: bool = True  # False: only chains can be scored
     asynchronous: bool = False  # True: `score` returns before the pass has finished
+    token_price: float = 0.0  # roughly what one more token adds to a pass, as a share of a pass of one
     lazy_logits: bool = False  # True: reading logits is slow; use the model's own choice where possible
     prompt_tokens: int = 512  # of prompts, to feed between two passes of other requests
     usual_batch: int = 16  # requests that run at a time, unless the caller says otherwise

@@ -132,12 +132,9 @@ class Sequence:
         """Commit the token chosen at a node, given the model's raw logits; True if the request ends with it."""
         if self.limits.logprobs is not None:
             own = logits[node]  # [vocab]; read only if log-probabilities are requested
-            distribution = (
-                self.sampler.log_distribution(own, self.tokens)
-                if self.limits.processed
-                else own.double().log_softmax(-1)
-            )
-            self.logprobs.append(logprob_of(token, distribution, self.limits.logprobs))
+            if self.limits.processed:
+                own = self.sampler.sampled_logits(own, self.tokens)
+            self.logprobs.append(logprob_of(token, own, self.limits.logprobs))
         self.tokens.append(token)
         enough = len(self.tokens) - self.prompt_length >= self.limits.min_tokens
         if self.watcher is not None:

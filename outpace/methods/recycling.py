@@ -12,17 +12,22 @@ from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Budget, Tree
 from outpace.drafting.successor_table import EMPTY, Successors
 
+MEMORY = 256  # drafted tokens of a rank after which all earlier ones count half
 Rows = dict[int, list[int]]  # token -> its successors when the last tree was drafted
 
 
 @dataclass(eq=False)
 class Recycling(Drafter):
-    """Token Recycling: drafts likely successors seen in earlier passes."""
+    """Token Recycling: drafts likely successors seen in earlier passes.
+
+    A draft token is left out if it is likelier to cost time than to save it. On a GPU it costs next to nothing.
+    """
 
     reads_logits: ClassVar[bool] = True
     k: int = 8
     depth: int = 6
     nodes: int = 48
+    price: float | None = None  # least probability of a draft token; None: what a token costs on the target
     _known: Successors = field(init=False, repr=False)
     _offered: list[float] = field(init=False, repr=False)  # how often rank r was drafted under an accepted node
     _matched: list[float] = field(init=False, repr=False)  # how often it was accepted there
@@ -43,9 +48,12 @@ class Recycling(Drafter):
         rows.clear()
         weights = [m / o for m, o in zip(self._matched, self._offered, strict=True)]
         tree, ranks = Tree([seq.tokens[-1]]), min(self.k, budget.width)
+        root = tree.tokens[ROOT]
+        rows[root] = self._known.row(root)  # the text judges it even if nothing is drafted
+        least = self.price if self.price is not None else 0.0 if seq.target is None else seq.target.token_price
         # The likeliest path comes first: minus its probability, parent, rank, the parent's probability, depth.
         frontier = [(-weights[0], ROOT, 0, 1.0, 1)]
-        while frontier and len(tree) <= budget.nodes:
+        while frontier and len(tree) <= budget.nodes and -frontier[0][0] >= least:
             cost, parent, rank, reach, depth = heapq.heappop(frontier)
             row = rows.get(tree.tokens[parent])
             if row is None:
@@ -61,6 +69,10 @@ class Recycling(Drafter):
 
     def observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
         rows = seq.state(self, lambda: self._learn_prompt(seq))
+        if self._offered[0] > MEMORY:
+            self._offered, self._matched = (
+                [count / 2 for count in counts] for counts in (self._offered, self._matched)
+            )
         # Count by the table, not by the tree: other methods may have added nodes to it, or a policy removed some.
         for node, choice in zip(step.path, step.tokens, strict=False):
             for rank, token in enumerate(rows.get(step.tree.tokens[node], ())):

@@ -37,8 +37,11 @@ struct Settings {
     uint32_t a, b;                   // words of the noise of this position
 };
 
+constexpr int64_t MOST_K = 256;          // of `top_k`, if the tokens that it keeps are to be found in one pass
+
 struct Row {
     std::vector<float> logits, weights, typical;  // after the temperature; exp(logit - largest); -|surprise - entropy|
+    std::vector<uint32_t> tokens;                 // of a row that holds some of the vocabulary; else empty
     float largest;
     double total;  // of the weights
     long size() const { return long(logits.size()); }
@@ -86,6 +89,33 @@ inline float exp_of(float x) {
     return sum * power;
 }
 
+/* exp for -700 <= x <= 0, with an error of a few units in the last place of a double; NaN for NaN. */
+inline double precise_exp_of(double x) {
+    double whole = x * 1.4426950408889634 + 6755399441055744.0;  // as above
+    int64_t bits;
+    __builtin_memcpy(&bits, &whole, 8);
+    whole -= 6755399441055744.0;
+    const double rest = x - whole * 6.93147180369123816490e-01 - whole * 1.90821492927058770002e-10;
+    double sum = 1.0 / 6227020800;  // the series of exp, which has these digits for |rest| < 0.35
+    sum = sum * rest + 1.0 / 479001600;
+    sum = sum * rest + 1.0 / 39916800;
+    sum = sum * rest + 1.0 / 3628800;
+    sum = sum * rest + 1.0 / 362880;
+    sum = sum * rest + 1.0 / 40320;
+    sum = sum * rest + 1.0 / 5040;
+    sum = sum * rest + 1.0 / 720;
+    sum = sum * rest + 1.0 / 120;
+    sum = sum * rest + 1.0 / 24;
+    sum = sum * rest + 1.0 / 6;
+    sum = sum * rest + 0.5;
+    sum = sum * rest + 1.0;
+    sum = sum * rest + 1.0;
+    const int64_t scale = (bits - 0x4338000000000000 + 1023) << 52;
+    double power;
+    __builtin_memcpy(&power, &scale, 8);
+    return sum * power;
+}
+
 /* Calls body(first, end) for blocks of the row, and adds up what it returns. */
 template <typename Body> double blocks(long n, Body body) {
     double sum = 0;
@@ -105,11 +135,36 @@ template <typename Value> double lanes(long first, long end, Value value) {
     return sum;
 }
 
-/* Divides by the temperature and takes exp. False if a logit is NaN, or the largest is not finite. */
+/* The largest value(i) for i < n, in lanes; -infinity if there is none. */
+template <typename Value> float most(long n, Value value) {
+    float best[LANES];
+    std::fill(best, best + LANES, -INFINITE);
+    long i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            const float one = value(i + lane);
+            best[lane] = one > best[lane] ? one : best[lane];
+        }
+    for (; i < n; i++) best[0] = std::max(best[0], value(i));
+    return *std::max_element(best, best + LANES);
+}
+
+/* Calls body(i) for each i < n that passes the test. The test runs in lanes, for it rarely holds. */
+template <typename Test, typename Body> void where(long n, Test test, Body body) {
+    for (long first = 0; first < n; first += LANES) {
+        const long end = std::min<long>(n, first + LANES);
+        int32_t any = 0;
+        for (long i = first; i < end; i++) any |= test(i);
+        for (long i = first; any && i < end; i++)
+            if (test(i)) body(i);
+    }
+}
+
+/* Divides by the temperature. False if a logit is NaN, or the largest is not finite. */
 bool read(const float *logits, long n, float temperature, Row &row) {
     row.logits.resize(n);
-    row.weights.resize(n);
-    float *x = row.logits.data(), *w = row.weights.data(), best[LANES];
+    row.tokens.clear();
+    float *x = row.logits.data(), best[LANES];
     int32_t wrong[LANES] = {};
     std::fill(best, best + LANES, -INFINITE);
     auto take = [&](long i, int lane) {
@@ -123,11 +178,49 @@ bool read(const float *logits, long n, float temperature, Row &row) {
     for (; at < n; at++) take(at, 0);
     const float largest = row.largest = *std::max_element(best, best + LANES);
     if (*std::max_element(wrong, wrong + LANES) || *std::min_element(wrong, wrong + LANES)) return false;
-    if (!std::isfinite(largest)) return false;
-    row.total = blocks(n, [=](long first, long end) {
+    return std::isfinite(largest);
+}
+
+/* Takes exp, which is the costly part of a row. */
+void weigh(Row &row) {
+    row.weights.resize(row.size());
+    const float *x = row.logits.data(), largest = row.largest;
+    float *w = row.weights.data();
+    row.total = blocks(row.size(), [=](long first, long end) {
         return lanes(first, end, [=](long i) { return w[i] = exp_of(x[i] - largest); });
     });
-    return true;
+}
+
+typedef std::vector<std::pair<float, int64_t>> Tokens;
+
+/* The k largest of a row, the largest first; of equal ones the first. */
+void likeliest(const float *x, int64_t n, int64_t k, Tokens &best) {
+    best.clear();
+    if (k < 1) return;
+    for (long first = 0; first < n; first += LANES) {
+        const long end = std::min<long>(n, first + LANES);
+        const bool full = long(best.size()) == k;
+        const float bar = full ? best.back().first : -INFINITE;
+        int32_t any = !full;
+        for (long i = first; full && i < end; i++) any |= x[i] > bar;
+        for (long i = first; any && i < end; i++) {
+            if (long(best.size()) == k) {
+                if (!(x[i] > best.back().first)) continue;
+                best.pop_back();
+            }
+            auto larger = [](float value, const auto &pair) { return value > pair.first; };
+            best.insert(std::upper_bound(best.begin(), best.end(), x[i], larger), {x[i], i});
+        }
+    }
+}
+
+/* The tokens of a row with at least this value, as a row of their own. */
+void select(const Row &row, float least, Row &few) {
+    const float *x = row.logits.data();
+    few.logits.clear(), few.tokens.clear();
+    where(row.size(), [=](long i) { return x[i] >= least; },
+          [&](long i) { few.logits.push_back(x[i]), few.tokens.push_back(uint32_t(i)); });
+    few.largest = row.largest;
 }
 
 /* For each cut, the weight of all tokens with at least that value; without weights, their number. */
@@ -149,7 +242,7 @@ void masses(const float *values, const float *weights, long n, const float *cuts
 bool threshold(const float *v, const float *w, long n, std::pair<double, double> mass, Threshold &found) {
     float low = -INFINITE, high = INFINITE, cuts[CUTS];  // it lies in [low, high)
     double held[CUTS], before = 0;                       // the mass from `high` on
-    const float largest = *std::max_element(v, v + n);
+    const float largest = most(n, [=](long i) { return v[i]; });
     for (int pass = 0; pass < PASSES; pass++) {
         for (int i = 0; i < CUTS; i++)
             cuts[i] = pass ? high + (low - high) * float(i + 1) / (CUTS + 1) : largest - COARSE[i];
@@ -162,8 +255,8 @@ bool threshold(const float *v, const float *w, long n, std::pair<double, double>
         if (low == -INFINITE) break;
     }
     std::vector<std::pair<float, float>> near;
-    for (long i = 0; i < n; i++)
-        if (v[i] >= low && v[i] < high && v[i] > -INFINITE) near.emplace_back(v[i], w ? w[i] : 1.0f);
+    where(n, [=](long i) { return (v[i] >= low) & (v[i] < high) & (v[i] > -INFINITE); },
+          [&](long i) { near.emplace_back(v[i], w ? w[i] : 1.0f); });
     if (near.size() > MOST) return false;
     std::sort(near.begin(), near.end(), std::greater<>());
     found = {high, high};
@@ -182,8 +275,10 @@ bool threshold(const float *v, const float *w, long n, std::pair<double, double>
 bool keep_typical(Row &row, double mass, const Threshold &kept, Threshold &found) {
     const long n = row.size();
     const float *x = row.logits.data(), *w = row.weights.data(), low = kept.sure, largest = row.largest;
-    for (long i = 0; i < n; i++)
-        if (x[i] < kept.sure && x[i] >= kept.least) return false;
+    bool doubtful = false;
+    const float doubted = kept.least;
+    if (low > doubted) where(n, [=](long i) { return (x[i] < low) & (x[i] >= doubted); }, [&](long) { doubtful = true; });
+    if (doubtful) return false;
     double total = blocks(n, [=](long first, long end) {
         return lanes(first, end, [=](long i) { return x[i] >= low ? w[i] : 0.0f; });
     });
@@ -196,11 +291,9 @@ bool keep_typical(Row &row, double mass, const Threshold &kept, Threshold &found
     for (long i = 0; i < n; i++) values[i] = x[i] >= low ? -std::fabs(largest - x[i] - center) : -INFINITE;
     std::pair<double, double> held((mass - MASS_ERROR) * total, (mass + MASS_ERROR) * total);
     if (!threshold(values, w, n, held, found)) return false;
-    float above = INFINITE, below = -INFINITE;  // the values next to the last one that is kept
-    for (long i = 0; i < n; i++) {
-        if (values[i] > found.least) above = std::min(above, values[i]);
-        if (values[i] < found.least) below = std::max(below, values[i]);
-    }
+    const float last = found.least;  // and the values next to it
+    const float above = -most(n, [=](long i) { return values[i] > last ? -values[i] : -INFINITE; });
+    const float below = most(n, [=](long i) { return values[i] < last ? values[i] : -INFINITE; });
     const float error = SURPRISE_ERROR * (1 - found.least);
     const bool apart = above - found.least > 2 * error && found.least - below > 2 * error;
     const bool certain = found.sure == found.least && apart;
@@ -210,32 +303,35 @@ bool keep_typical(Row &row, double mass, const Threshold &kept, Threshold &found
 
 /* The token with the largest score among those that are kept. A token with the uniform number u can only have a score
  * of `floor` if 1 - u <= exp(logit - floor). */
-int choose(const Row &row, const Settings &s, const Threshold &kept, const Threshold &typical, int64_t &token) {
+template <typename Token>
+int choose(const Row &row, const Settings &s, const Threshold &kept, const Threshold &typical, Token of, int64_t &token) {
     const long n = row.size();
     const float *x = row.logits.data(), *w = row.weights.data(), *values = row.typical.data(), least = kept.least;
     const bool all_typical = typical.least == -INFINITE;
     auto possible = [&](long i) { return x[i] >= least && (all_typical || values[i] >= typical.least); };
-    long first_kept = std::find(x, x + n, row.largest) - x;
+    long first_kept = n;
+    for (long at = 0; at < n && first_kept == n; at += BLOCK)
+        where(std::min(BLOCK, n - at), [=, &row](long i) { return x[at + i] == row.largest; },
+              [&](long i) { first_kept = std::min(first_kept, at + i); });
     for (long i = 0; i < n && !possible(first_kept); i++) first_kept = i;
-    double best = -INFINITE, second = best, floor = score(x[first_kept], word(uint32_t(first_kept), s));
+    double best = -INFINITE, second = best, floor = score(x[first_kept], word(of(first_kept), s));
     long winner = -1;
     uint8_t able[BLOCK];
     for (long first = 0; first < n; first += BLOCK) {
         const int count = int(std::min(BLOCK, n - first));
         const float bar = float(std::exp(floor - row.largest) / 4294967296.0 * 0.999), *logit = x + first, *weight = w + first;
-        const uint32_t base = uint32_t(first);
         for (int i = 0; i < count; i++)
-            able[i] = (distance(word(base + uint32_t(i), s)) * bar <= weight[i]) & (logit[i] >= least);
+            able[i] = (distance(word(of(first + i), s)) * bar <= weight[i]) & (logit[i] >= least);
         for (int i = 0; i < count; i++) {
             if (!able[i] || !possible(first + i)) continue;
-            double value = score(x[first + i], word(uint32_t(first + i), s));
+            double value = score(x[first + i], word(of(first + i), s));
             if (value > best)
                 second = best, best = value, winner = first + i, floor = std::max(floor, best);
             else if (value > second)
                 second = value;
         }
     }
-    token = winner;
+    token = winner < 0 ? -1 : int64_t(of(winner));
     if (winner < 0 || best - second < TIE * (1 + std::fabs(best))) return UNSURE;
     return x[winner] < kept.sure || (!all_typical && values[winner] < typical.sure) ? UNSURE : SURE;
 }
@@ -243,23 +339,32 @@ int choose(const Row &row, const Settings &s, const Threshold &kept, const Thres
 }  // namespace
 
 extern "C" int outpace_choose(const float *logits, int64_t n, const Settings *settings, int64_t *token) {
-    static thread_local Row row;
+    static thread_local Row whole, few;
+    static thread_local Tokens best;
     const Settings &s = *settings;
-    if (!read(logits, n, s.temperature, row)) return NOT_FINITE;
-    const float *x = row.logits.data(), *w = row.weights.data();
+    if (!read(logits, n, s.temperature, whole)) return NOT_FINITE;
     Threshold kept, found, typical;
+    const bool listed = s.top_k && s.top_k < n && s.top_k <= MOST_K;
+    if (listed) {
+        likeliest(whole.logits.data(), n, s.top_k, best);
+        select(whole, kept.least = kept.sure = best.back().first, few);
+    }
+    Row &row = listed ? few : whole;
+    weigh(row);
+    const float *x = row.logits.data(), *w = row.weights.data();
+    const long count = row.size();
     double total = row.total;
-    if (s.top_k && s.top_k < n) {
+    if (s.top_k && s.top_k < n && !listed) {
         const double before = double(s.top_k) - 0.5;
-        if (!threshold(x, nullptr, n, {before, before}, kept)) return UNSURE;
+        if (!threshold(x, nullptr, count, {before, before}, kept)) return UNSURE;
         const float low = kept.least;
-        total = blocks(n, [=](long first, long end) {
+        total = blocks(count, [=](long first, long end) {
             return lanes(first, end, [=](long i) { return x[i] >= low ? w[i] : 0.0f; });
         });
     }
     if (s.top_p < 1) {
         std::pair<double, double> held((s.top_p - MASS_ERROR) * total, (s.top_p + MASS_ERROR) * total);
-        if (!threshold(x, w, n, held, found)) return UNSURE;
+        if (!threshold(x, w, count, held, found)) return UNSURE;
         kept.raise(found);
     }
     if (s.min_p > 0) {
@@ -267,25 +372,44 @@ extern "C" int outpace_choose(const float *logits, int64_t n, const Settings *se
         kept.raise({float(cut - error), float(cut + error)});
     }
     if (s.typical_p < 1 && !keep_typical(row, s.typical_p, kept, typical)) return UNSURE;
-    return choose(row, s, kept, typical, *token);
+    const uint32_t *tokens = row.tokens.data();
+    if (listed) return choose(row, s, kept, typical, [=](long i) { return tokens[i]; }, *token);
+    return choose(row, s, kept, typical, [](long i) { return uint32_t(i); }, *token);
 }
 
-/* The k largest of a row, the largest first; of equal ones the first. */
 extern "C" void outpace_top_k(const float *x, int64_t n, int64_t k, int64_t *found) {
-    std::vector<std::pair<float, int64_t>> best;
-    for (long first = 0; first < n; first += LANES) {
-        const long end = std::min<long>(n, first + LANES);
-        const bool full = long(best.size()) == k;
-        int32_t any = !full;
-        for (long i = first; full && i < end; i++) any |= x[i] > best.back().first;
-        for (long i = first; any && i < end; i++) {
-            if (long(best.size()) == k) {
-                if (!(x[i] > best.back().first)) continue;
-                best.pop_back();
-            }
-            auto larger = [](float value, const auto &pair) { return value > pair.first; };
-            best.insert(std::upper_bound(best.begin(), best.end(), x[i], larger), {x[i], i});
-        }
-    }
+    static thread_local Tokens best;
+    likeliest(x, n, k, best);
     for (int64_t i = 0; i < k; i++) found[i] = i < long(best.size()) ? best[i].second : -1;
+}
+
+/* exp(x - largest) in float64, and its exponent; tokens that are excluded weigh nothing. */
+struct Term {
+    double below, weight;
+    inline Term(float x, float largest) {
+        const double given = double(x) - double(largest);
+        below = given < -700.0 ? -700.0 : given;
+        const double exact = precise_exp_of(below);
+        weight = given < -700.0 ? 0.0 : exact;
+    }
+};
+
+/* What log-probabilities need of a row: its largest value, the logarithm of the sum of exp(x - largest), and the
+ * entropy. All sums are float64. Not finite where the row is not. */
+extern "C" void outpace_log_sum(const float *x, int64_t n, double *found) {
+    const float largest = most(n, [=](long i) { return x[i]; });
+    double weight[LANES] = {}, spread[LANES] = {};  // of exp(x - largest), and of that times (x - largest)
+    long at = 0;
+    for (; at + LANES <= n; at += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            const Term term(x[at + lane], largest);
+            weight[lane] += term.weight, spread[lane] += term.weight * term.below;
+        }
+    for (; at < n; at++) {
+        const Term term(x[at], largest);
+        weight[0] += term.weight, spread[0] += term.weight * term.below;
+    }
+    double total = 0, mean = 0;
+    for (int lane = 0; lane < LANES; lane++) total += weight[lane], mean += spread[lane];
+    found[0] = largest, found[1] = std::log(total), found[2] = std::log(total) - mean / total;
 }

@@ -11,14 +11,19 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outpace.errors import RequestFailed, UsageError
+from outpace.sampling.sampler import LogitEdit
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
+
+# For each byte of a bit mask: the most that the logits of its eight tokens may be.
+MOST = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(np.inf), np.float32(-np.inf))
 
 
 class GrammarCompiler:
@@ -74,7 +79,7 @@ class GrammarCompiler:
             raise UsageError(f"llguidance cannot use this tokenizer: {wrong}") from wrong
 
 
-class Grammar:
+class Grammar(LogitEdit):
     """Masks the tokens that would violate the grammar; once the output is complete, only stop tokens are left.
 
     Only stop tokens are also allowed after a prefix that already violates the grammar (in a rejected branch of a tree).
@@ -88,20 +93,18 @@ class Grammar:
         self._stops = frozenset(stops)
         self._start = start
 
-    def __call__(self, prefix: list[int], logits: Tensor) -> Tensor:
-        return logits.masked_fill(~self._allowed(prefix[self._start :], logits), -torch.inf)  # [vocab] -> [vocab]
-
-    def _allowed(self, output: list[int], logits: Tensor) -> Tensor:
-        """Return the mask of tokens that may follow `output`."""  # [vocab], bool
-        if not self._sync(output):
-            stops = torch.tensor([t for t in self._stops if t < logits.numel()], dtype=torch.long, device=logits.device)
-            return torch.zeros_like(logits, dtype=torch.bool).index_fill_(0, stops, True)
-        bias = bytearray(self._matcher.compute_logit_bias())  # one byte per token, 0 if it is not allowed
-        self._check()
-        mask = torch.zeros(logits.numel(), dtype=torch.bool)
-        known = torch.frombuffer(bias, dtype=torch.uint8)[: mask.numel()]
-        mask[: known.numel()] = known != 0
-        return mask.to(logits.device)
+    def edit(self, prefix: list[int], logits: Tensor) -> None:
+        if self._sync(prefix[self._start :]):
+            allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)  # one bit per token
+            self._check()
+            most = torch.from_numpy(MOST[allowed].reshape(-1)[: logits.numel()])  # [known tokens]
+            known = logits[: len(most)]
+            torch.minimum(known, most.to(logits), out=known)
+            logits[len(most) :] = -torch.inf
+        else:
+            stops = [token for token in self._stops if token < logits.numel()]
+            kept = logits[stops]
+            logits.fill_(-torch.inf)[stops] = kept
 
     def _sync(self, output: list[int]) -> bool:
         """Move the matcher to the end of `output`; return False if `output` violates the grammar."""

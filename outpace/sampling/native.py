@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +62,24 @@ def choose(logits: Tensor, sampling: Sampling, seed: int, position: int) -> int 
     count, place = ctypes.c_int64(len(logits)), ctypes.c_void_p(logits.data_ptr())
     status = code.outpace_choose(place, count, ctypes.byref(settings), ctypes.byref(token))
     return token.value if status == SURE else None
+
+
+class LogSum(NamedTuple):
+    """What the log-probabilities of a row need: the logarithm of token i is `logit[i] - largest - log_sum`."""
+
+    largest: float
+    log_sum: float
+    entropy: float  # in nats
+
+
+def log_sum(logits: Tensor) -> LogSum | None:  # [vocab]
+    """Sum the row in float64, in one pass; None where the compiled code cannot."""
+    code = library() if readable(logits) else None
+    if code is None:
+        return None
+    found = (ctypes.c_double * 3)()
+    code.outpace_log_sum(ctypes.c_void_p(logits.data_ptr()), ctypes.c_int64(len(logits)), found)
+    return LogSum(*found) if all(map(math.isfinite, found)) else None
 
 
 def top_k(logits: Tensor, k: int) -> Tensor | None:  # [nodes, vocab] -> [nodes, k]

@@ -1,84 +1,124 @@
-"""Logits processors, such as penalties and banned sequences. Each is a pure function of (prefix, logits)."""
+"""Logits processors, such as penalties and banned sequences. Each is a pure function of (prefix, logits).
+
+What a processor keeps is only a cache: of the text that it saw last, which usually is the one it sees next, but longer.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outpace.errors import UsageError
-from outpace.sampling.sampler import Processor
+from outpace.sampling.sampler import LogitEdit, Processor
 from outpace.sampling.settings import Sampling
 
 
+class TokenCounts:
+    """How often each token occurs in a text from `start` on. A longer text only adds what is new."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
+        self._forget()
+
+    def _forget(self) -> None:
+        self._text: list[int] = []
+        self._places: dict[int, int] = {}
+        self._tokens, self._counts = np.zeros(256, dtype=np.int64), np.zeros(256)  # with room for more
+
+    def read(self, text: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the tokens of this text, each once, and their counts in float64."""  # [n], [n]
+        if text[: len(self._text)] != self._text:
+            self._forget()
+        for token in text[max(len(self._text), self._start) :]:
+            place = self._places.setdefault(token, len(self._places))
+            if place == len(self._tokens):
+                self._tokens = np.concatenate([self._tokens, self._tokens])
+                self._counts = np.concatenate([self._counts, np.zeros(place)])
+            self._tokens[place] = token
+            self._counts[place] += 1
+        self._text += text[len(self._text) :]
+        n = len(self._places)
+        return torch.from_numpy(self._tokens[:n]), torch.from_numpy(self._counts[:n])
+
+
 @dataclass(frozen=True)
-class LogitBias:
+class LogitBias(LogitEdit):
     bias: dict[int, float]
 
-    def __call__(self, prefix: list[int], logits: Tensor) -> Tensor:
-        index = torch.tensor(list(self.bias), device=logits.device)
-        values = torch.tensor(list(self.bias.values()), dtype=logits.dtype, device=logits.device)
-        return logits.index_add(0, index, values)
+    def edit(self, prefix: list[int], logits: Tensor) -> None:
+        index, values = self._tensors
+        logits.index_add_(0, index.to(logits.device), values.to(logits))
+
+    @cached_property
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        return torch.tensor(list(self.bias)), torch.tensor(list(self.bias.values()), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class RepetitionPenalty:
+class RepetitionPenalty(LogitEdit):
     """Lower the logits of every token of the prompt and the output, as Transformers does."""
 
     penalty: float
 
-    def __call__(self, prefix: list[int], logits: Tensor) -> Tensor:
-        seen = torch.tensor(sorted(set(prefix)), device=logits.device)
+    def edit(self, prefix: list[int], logits: Tensor) -> None:
+        seen = self._known.read(prefix)[0].to(logits.device)
         values = logits[seen]
-        scaled = torch.where(values < 0, values * self.penalty, values / self.penalty)
-        return logits.index_copy(0, seen, scaled)
+        logits.index_copy_(0, seen, torch.where(values < 0, values * self.penalty, values / self.penalty))
+
+    @cached_property
+    def _known(self) -> TokenCounts:
+        return TokenCounts()
 
 
 @dataclass(frozen=True)
-class CountPenalty:
+class CountPenalty(LogitEdit):
     """Apply presence and frequency penalties over the output, as in OpenAI's API."""
 
     presence: float
     frequency: float
     start: int  # index at which the output begins
 
-    def __call__(self, prefix: list[int], logits: Tensor) -> Tensor:
-        counts = Counter(prefix[self.start :])
-        if not counts:
-            return logits
-        index = torch.tensor(list(counts), device=logits.device)
-        costs = [self.presence + self.frequency * count for count in counts.values()]
-        return logits.index_add(0, index, -torch.tensor(costs, dtype=logits.dtype, device=logits.device))
+    def edit(self, prefix: list[int], logits: Tensor) -> None:
+        index, counts = self._known.read(prefix)
+        costs = self.presence + self.frequency * counts  # [n], float64
+        logits.index_add_(0, index.to(logits.device), -costs.to(logits))
+
+    @cached_property
+    def _known(self) -> TokenCounts:
+        return TokenCounts(self.start)
 
 
 @dataclass(frozen=True)
-class MinTokens:
+class MinTokens(LogitEdit):
     """Forbid stop tokens until the output has `count` tokens."""
 
     count: int
     start: int
     stops: tuple[int, ...]
 
-    def __call__(self, prefix: list[int], logits: Tensor) -> Tensor:
-        if len(prefix) - self.start >= self.count:
-            return logits
-        return logits.index_fill(0, torch.tensor(self.stops, device=logits.device), -torch.inf)
+    def edit(self, prefix: list[int], logits: Tensor) -> None:
+        if len(prefix) - self.start < self.count:
+            _forbid(self.stops, logits)
 
 
 @dataclass(frozen=True)
-class Banned:
+class Banned(LogitEdit):
     """Forbid the last token of each banned sequence wherever the sequence would be completed."""
 
     sequences: tuple[tuple[int, ...], ...]
 
-    def __call__(self, prefix: list[int], logits: Tensor) -> Tensor:
-        ends = [s[-1] for s in self.sequences if len(s) == 1 or tuple(prefix[1 - len(s) :]) == s[:-1]]
-        if not ends:
-            return logits
-        return logits.index_fill(0, torch.tensor(ends, device=logits.device), -torch.inf)
+    def edit(self, prefix: list[int], logits: Tensor) -> None:
+        _forbid([s[-1] for s in self.sequences if len(s) == 1 or tuple(prefix[1 - len(s) :]) == s[:-1]], logits)
+
+
+def _forbid(tokens: Sequence[int], logits: Tensor) -> None:
+    if tokens:
+        logits.index_fill_(0, torch.tensor(tokens, device=logits.device), -torch.inf)
 
 
 @dataclass(frozen=True)

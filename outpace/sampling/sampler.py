@@ -6,6 +6,8 @@ is `argmax(logits)`, or `argmax(logits + gumbel(seed, position, token))`, which 
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +26,19 @@ class Processor(Protocol):
     """Changes the logits of the token after `prefix`."""
 
     def __call__(self, prefix: list[int], logits: Tensor) -> Tensor: ...  # [vocab] -> [vocab]
+
+
+class LogitEdit(ABC):
+    """A processor that changes a few logits where they are, so that several of them need one copy of the row."""
+
+    @abstractmethod
+    def edit(self, prefix: list[int], logits: Tensor) -> None:  # [vocab]
+        """Change the logits of the token after `prefix` in place."""
+
+    def __call__(self, prefix: list[int], logits: Tensor) -> Tensor:  # [vocab] -> [vocab]
+        logits = logits.clone()
+        self.edit(prefix, logits)
+        return logits
 
 
 @dataclass(frozen=True)
@@ -72,14 +87,19 @@ class Sampler:
     def _processed(self, logits: Tensor, prefix: list[int]) -> Tensor:  # [vocab] -> [vocab]
         """Logits after the processors, before the temperature and the filters."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if not torch.isfinite(logits.max()):
+        if not math.isfinite(logits.max()):
             raise RequestFailed(f"the model returned non-finite logits at position {len(prefix)}")
+        owned = False  # a copy that nobody else reads
         for process in self.processors:
-            logits = process(prefix, logits)
-        best = logits.max()
-        if best == -torch.inf:
+            if isinstance(process, LogitEdit):
+                logits, owned = logits if owned else logits.clone(), True
+                process.edit(prefix, logits)
+            else:
+                logits, owned = process(prefix, logits), False
+        best = float(logits.max()) if self.processors else 0.0
+        if best == -math.inf:
             raise RequestFailed(f"no token is allowed at position {len(prefix)}: the constraints exclude all of them")
-        if not torch.isfinite(best):
+        if not math.isfinite(best):
             raise RequestFailed(f"a processor returned non-finite logits at position {len(prefix)}")
         return logits
 
@@ -134,11 +154,9 @@ class Sampler:
             return torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, logits.argmax(), 1.0)
         return logits.double().softmax(-1)
 
-    def log_distribution(self, logits: Tensor, prefix: list[int]) -> Tensor:
-        """Return the logarithm of `distribution`, also precise for unlikely tokens."""  # [vocab] -> [vocab]
-        if self.greedy:
-            return self.distribution(logits, prefix).log()
-        return self.process(logits, prefix).double().log_softmax(-1)
+    def sampled_logits(self, logits: Tensor, prefix: list[int]) -> Tensor:
+        """Return logits whose softmax is `distribution`."""  # [vocab] -> [vocab]
+        return self.distribution(logits, prefix).log() if self.greedy else self.process(logits, prefix)
 
     def uniform(self, *counters: int) -> float:
         return uniform(self.seed, *counters)

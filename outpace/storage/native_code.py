@@ -18,13 +18,16 @@ PLAIN = ["-O3", "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
 NATIVE = ["-march=native", "-mprefer-vector-width=512"]  # not every compiler knows these
 
 
-def compiled(source: Path, compile: Sequence[str] = (), link: Sequence[str] = ()) -> Path | None:
-    """The shared library of a source file; None where no C++ compiler can make it."""
+def compiled(source: Path, compile: Sequence[str] = (), link: Sequence[str] = (), about: str = "") -> Path | None:
+    """Return the shared library of a source file, or None where no C++ compiler can make it.
+
+    `about` names what else the library was made from, such as the version of the headers.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if compiler is None or os.name != "posix":
         return None
-    machine = [compiler, platform.processor(), platform.node()]
-    identity = [source.read_text(encoding="utf-8"), *machine, *PLAIN, *NATIVE, *compile, *link]
+    made_by = [compiler, _processor(), about]
+    identity = [source.read_text(encoding="utf-8"), *made_by, *PLAIN, *NATIVE, *compile, *link]
     name = f"{source.stem}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.so"
     library = cache_dir() / "kernels" / name
     try:
@@ -34,6 +37,16 @@ def compiled(source: Path, compile: Sequence[str] = (), link: Sequence[str] = ()
     except (OSError, subprocess.CalledProcessError):
         return None
     return library
+
+
+def _processor() -> str:
+    """Describe the processor. A cache folder may be shared by machines whose instructions differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.processor()} {platform.node()}"
+    kinds = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
 def _build(compiler: str, source: Path, library: Path, compile: Sequence[str], link: Sequence[str]) -> None:

@@ -87,6 +87,7 @@ class LlamaLM(SlotLM):
     """A GGUF model that llama.cpp runs."""
 
     lazy_logits = True
+    token_price = 0.7  # llama.cpp reads quantised weights again for nearly every token
 
     def __init__(self, file: File, cache_limit: int | None = None):
         super().__init__()

@@ -26,10 +26,12 @@ PROBES = (
 
 
 def tokenizer(file: File) -> Any:
-    """Return the file's tokenizer.
+    """Return the file's tokenizer, or None for a file without one, which llama.cpp would end the process over.
 
     Grammars and drafts with another vocabulary need Transformers' tokenizer; everything else works with either.
     """
+    if file.metadata("tokenizer.ggml.model") in (None, "none", "no_vocab"):
+        return None
     theirs = LlamaTokenizer(file)
     cached = _cached(file)
     if cached is not None and _same_ids(cached, theirs):

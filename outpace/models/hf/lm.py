@@ -122,6 +122,10 @@ class TransformersLM(SlotLM):
         return f"{kind}, {self.layers.count} layers, {self.weights.bytes} bytes{extra}"
 
     @property
+    def token_price(self) -> float:  # type: ignore[override]
+        return 0.08 if self.device.type == "cpu" else 0.0
+
+    @property
     def device(self) -> torch.device:
         return self.view.get_input_embeddings().weight.device
 

@@ -3,6 +3,10 @@
  * A library's matrix product of 2 to 16 rows costs several times that of one row. Here a block of weight rows is read
  * once and used for all rows of x while it is in the cache. The result of a row of x depends on that row alone: every
  * sum runs in the same order whatever else is in the pass, so results are bit-identical with and without speculation.
+ *
+ * The compiler must not choose how a sum rounds, since it chooses anew for every tile and every type of weight. So it is
+ * told never to fuse a product with a sum (-ffp-contract=off), and `fused` says where that happens. Threads share out
+ * the results, never the terms of a sum.
  */
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
@@ -16,6 +20,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -64,6 +70,26 @@ INLINE vec load(const uint16_t *p) {
 #endif
 }
 
+/* a * b + c, rounded once wherever the processor can do that, and then everywhere. */
+#if defined(__AVX512F__)
+INLINE vec fused(vec a, vec b, vec c) { return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(__AVX2__) && defined(__FMA__)
+INLINE vec fused(vec a, vec b, vec c) { return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+INLINE vec fused(vec a, vec b, vec c) { return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#else
+INLINE vec fused(vec a, vec b, vec c) { return a * b + c; }
+#endif
+INLINE vec fused(vec a, float b, vec c) { return fused(a, (vec){} + b, c); }
+
+INLINE float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE float widened(float weight) { return weight; }
 INLINE float widened(int8_t weight) { return weight; }
 INLINE float widened(uint16_t weight) {
@@ -107,14 +133,14 @@ INLINE void tile(const float *x, const W *w, float *y, long k, long stride) {
             const W *at = w + j * k + p;
             __builtin_prefetch(at + columns * k, 0, 3); // the next tile; without it two cores cannot keep up
             const vec b = load(at);
-            for (int i = 0; i < rows; i++) sum[j * rows + i] += a[i] * b;
+            for (int i = 0; i < rows; i++) sum[j * rows + i] = fused(a[i], b, sum[j * rows + i]);
         }
     }
     for (int c = 0; c < rows * columns; c += 4) totals(sum + c, out + c);
     for (int j = 0; j < columns; j++)
         for (int i = 0; i < rows; i++) {
             float s = out[j * rows + i];
-            for (long q = p; q < k; q++) s += x[i * k + q] * widened(w[j * k + q]);
+            for (long q = p; q < k; q++) s = fused(x[i * k + q], widened(w[j * k + q]), s);
             y[i * stride + j] = s;
         }
 }
@@ -199,10 +225,10 @@ INLINE vec exponential(vec x) {
     x = x < -87.0f ? (vec){} - 87.0f : x;
     const ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); // truncates, to the nearest as x <= 0
     const vec n = __builtin_convertvector(power, vec);
-    const vec rest = (x - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts, for precision
+    const vec rest = fused(n, 2.12194440e-4f, fused(n, -0.693359375f, x)); // ln 2 in two parts, for precision
     vec sum = (vec){} + 1.9841270e-4f;
     for (float factor : {1.3888889e-3f, 8.3333333e-3f, 4.1666667e-2f, 1.6666667e-1f, 0.5f, 1.0f, 1.0f})
-        sum = sum * rest + factor;
+        sum = fused(sum, rest, (vec){} + factor);
     return sum * (vec)((power + 127) << 23);
 }
 
@@ -233,11 +259,11 @@ struct Attention {
         long d = 0;
         for (; d + LANES <= dim; d += LANES) {
             const vec a = load(query + d);
-            for (int i = 0; i < 4; i++) part[i] += a * load(four[i] + d);
+            for (int i = 0; i < 4; i++) part[i] = fused(a, load(four[i] + d), part[i]);
         }
         totals(part, result);
         for (int i = 0; i < 4; i++) {
-            for (long rest = d; rest < dim; rest++) result[i] += query[rest] * four[i][rest];
+            for (long rest = d; rest < dim; rest++) result[i] = fused(query[rest], four[i][rest], result[i]);
             result[i] *= scale;
             if (softcap > 0) result[i] = std::tanh(result[i] / softcap) * softcap;
         }
@@ -279,7 +305,8 @@ struct Attention {
             for (size_t i = 0; i < seen.size(); i++) {
                 const float *value = values + seen[i] * stride + offset + d;
                 for (int j = 0; j < WIDE; j++)
-                    for (int h = 0; h < group; h++) part[h][j] += weight[h * room + i] * load(value + j * LANES);
+                    for (int h = 0; h < group; h++)
+                        part[h][j] = fused(load(value + j * LANES), weight[h * room + i], part[h][j]);
             }
             for (int h = 0; h < group; h++)
                 for (int j = 0; j < WIDE; j++) *(vec *)(to + h * dim + d + j * LANES) = part[h][j] / sums[h];
@@ -287,7 +314,8 @@ struct Attention {
         for (; d < dim; d++)
             for (int h = 0; h < group; h++) {
                 float part = 0;
-                for (size_t i = 0; i < seen.size(); i++) part += weight[h * room + i] * values[seen[i] * stride + offset + d];
+                for (size_t i = 0; i < seen.size(); i++)
+                    part = fused(weight[h * room + i], values[seen[i] * stride + offset + d], part);
                 to[h * dim + d] = part / sums[h];
             }
     }
