@@ -41,6 +41,7 @@ class Model:
         self.stop_token_ids = frozenset(stop_token_ids)
         self.name = name
         self.engine = Engine(lm)
+        self.checks: list[Callable[[], None]] = []  # each raises an error if the model cannot run as it is by now
         self._methods: dict[Any, Drafter] = {}  # kept, so that a method uses in the next call what it learned
         self._drafts: dict[tuple[int, int], tuple[NamedModel, LM]] = {}
         self._costs: Costs | None = None
@@ -113,6 +114,8 @@ class Model:
 
     def _stream(self, requests: list[Request], trace: TraceWriter | None, whole: bool = False) -> Stream:
         # Every request is checked before the first one runs.
+        for check in self.checks:
+            check()
         seqs = [self.sequence(request, i) for request in requests for i in range(request.n)]
         return Stream(self, seqs, trace, whole)
 

@@ -23,6 +23,7 @@ import transformers
 from torch import nn
 from torch._inductor import config as inductor
 
+from outpace.models.quantized import NESTED, layout, quantized_layers, settings
 from outpace.storage.files import cache_dir, write_whole
 from outpace.version import __version__
 
@@ -36,6 +37,22 @@ class CachedLayerCode(NamedTuple):
 
     call: Callable[..., Any]
     names: list[str]
+
+
+def signature(layer: nn.Module, window: int | None) -> tuple[Any, ...]:
+    """Return what layers that share code have in common: module types, plain attributes, tensor shapes and dtypes."""
+    quantized = {id(module) for _, module in quantized_layers(layer)}
+    modules = tuple(
+        (name, type(module), _settings(module, id(module) in quantized)) for name, module in layer.named_modules()
+    )
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return window, modules, tuple((name, layout(t)) for name, t in tensors)
+
+
+def _settings(module: nn.Module, quantized: bool) -> tuple[tuple[str, object], ...]:
+    """Return the plain attributes of a module, and those of the objects that a quantised layer keeps."""
+    given = sorted(vars(module).items())
+    return tuple((name, settings(value, NESTED if quantized else 0)) for name, value in given if name[0] != "_")
 
 
 def place(layer: nn.Module, about: object) -> Path:
