@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from transformers import PreTrainedModel
 
 from outpace.core.lm import LM
@@ -48,13 +49,22 @@ def _examine(model: PreTrainedModel, bitwise: bool) -> None:
     """Refuse a quantised model whose tokens depend on each other; warn if its texts depend on rounding."""
     if next(quantized_layers(model), None) is None:
         return
-    settle(model)
-    name, ours = type(model).__name__, twin(model)
+    name = type(model).__name__
+    try:
+        settle(model)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        raise UnsupportedModel(
+            f"{name} cannot run a single token ({type(error).__name__}: {error}); if it was loaded in another dtype "
+            "than it was quantised in, leave dtype out"
+        ) from error
+    ours = twin(model)
     if (mixing := mixing_layer(ours)) is not None:
         raise UnsupportedModel(
-            f"{name} mixes tokens: {mixing} quantises all tokens of a pass together, so a rejected draft would change the "
-            "text. Quantise activations per token (torchao: granularity=PerRow(); bitsandbytes: llm_int8_threshold=0.0), "
-            "or the weights only"
+            f"{name} mixes tokens: {mixing} quantises all tokens of a pass together, so a rejected draft would change "
+            "the text. Quantise activations per token (torchao: granularity=PerRow(); bitsandbytes: "
+            "llm_int8_threshold=0.0), or the weights only"
         )
     if not bitwise and (rounding := rounding_layer(ours)) is not None:
         logger.warning(

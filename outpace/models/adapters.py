@@ -1,7 +1,7 @@
 """LoRA adapters (PEFT): load one onto a model, unwrap PEFT's own model, notice when the adapter is switched.
 
-An adapter stays beside the weights of its model, as PEFT runs it. Merging would be faster, but it rounds the sums to the
-dtype of the weights, and quantised weights cannot take them.
+An adapter stays beside the weights of its model, as PEFT runs it. Merging would be faster, but it rounds the sums to
+the dtype of the weights, and quantised weights cannot take them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from outpace.errors import OutpaceError, UnsupportedModel, UsageError
+from outpace.models.quantized import quantized_layers, settle
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -25,6 +26,8 @@ def load(model: Any, name: str | Path) -> Any:
     except ImportError as error:
         raise OutpaceError("an adapter needs PEFT: pip install 'outpace[peft]'") from error
     folder, base = _folder(name), type(model).__name__
+    if any(quantized_layers(model)):
+        settle(model)  # PEFT reads the weights, which some packages unpack in the first pass
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")  # layers without an adapter
         try:
@@ -48,11 +51,15 @@ def base_of(model: Any) -> Any:
     return model.get_base_model()
 
 
+def has_adapter(model: nn.Module) -> bool:
+    return any(_adapted_layers(model))
+
+
 class AdapterState:
     """Which adapters of a model were active when it was wrapped. A twin of the model does not see later changes."""
 
     def __init__(self, model: nn.Module):
-        self._layers = [layer for layer in model.modules() if hasattr(layer, "merged_adapters")]
+        self._layers = list(_adapted_layers(model))
         self._known = list(self._now())
 
     def check(self) -> None:
@@ -67,6 +74,10 @@ class AdapterState:
         for layer in self._layers:
             scaling = dict(getattr(layer, "scaling", {}))
             yield list(layer.active_adapters), layer.disable_adapters, list(layer.merged_adapters), scaling
+
+
+def _adapted_layers(model: nn.Module) -> Iterator[Any]:
+    return (layer for layer in model.modules() if hasattr(layer, "merged_adapters"))
 
 
 def _check_kind(config: Any) -> None:

@@ -1,12 +1,13 @@
 """Linear layers that another package has quantised, inside a Transformers model.
 
-Such a layer looks like torch's own in part: it may be an `nn.Linear` whose weight is a tensor subclass (torchao), or one
-whose `forward` was replaced (compressed-tensors). It runs as it is. Only plain layers get our kernels.
+Such a layer looks like torch's own in part: it may be an `nn.Linear` whose weight is a tensor subclass (torchao), or
+one whose `forward` was replaced (compressed-tensors). It runs as it is. Only plain layers get our kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,11 @@ COARSE = 1e-4  # relative error of a layer that rounds its input; float32 alone 
 NESTED = 3  # levels of objects in which a layer may keep tensors
 
 
-def is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether this is torch's linear layer with a dense weight, and computes what its class says."""
     if type(layer) is not nn.Linear or "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
         return False
-    weight = getattr(layer, "weight", None)
+    weight: Any = getattr(layer, "weight", None)
     return type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
@@ -139,12 +140,12 @@ def _kind(layer: nn.Module) -> str:
     return type(weight if wrapped else layer).__name__
 
 
-def _noise(model: nn.Module, layer: nn.Module) -> Tensor | None:  # [1, rows, in]
+def _noise(model: nn.Module, layer: Any) -> Tensor | None:  # [1, rows, in]
     """Return the same random input every time, or None if the layer has no tensors that say where it runs."""
     weight = next(iter((*layer.parameters(), *layer.buffers())), None)
     if weight is None:
         return None
-    noise = torch.randn(1, ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+    noise = torch.randn(1, ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
     return noise.to(weight.device, getattr(model, "dtype", torch.float32))
 
 

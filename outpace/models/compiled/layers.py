@@ -245,9 +245,9 @@ def fuse(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if _is_product(node):
             groups.setdefault(_operands(node)[0], []).append(node)
-    for x, nodes in groups.items():
+    for nodes in groups.values():
         for i in range(0, len(nodes), FUSED):
-            _replace(graph, x, nodes[i : i + FUSED])
+            _replace(graph, nodes[i : i + FUSED])
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -274,9 +274,10 @@ def _value(node: fx.Node) -> Tensor:
     return node.meta["example_value"]
 
 
-def _replace(graph: fx.Graph, x: fx.Node, nodes: list[fx.Node]) -> None:
-    """Replace `nodes` by one call, at the place of the first of them."""
+def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Replace `nodes`, which have the same input, by one call at the place of the first of them."""
     operands = [_operands(node) for node in nodes]
+    x = operands[0][0]  # as it is now: if it was a product too, then it has been replaced
     weights = [given[1] for given in operands]
     scales = [given[2] for given in operands if len(given) == 4]
     biases = [given[-1] for given in operands]
