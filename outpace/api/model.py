@@ -114,13 +114,13 @@ class Model:
 
     def _stream(self, requests: list[Request], trace: TraceWriter | None, whole: bool = False) -> Stream:
         # Every request is checked before the first one runs.
-        for check in self.checks:
-            check()
         seqs = [self.sequence(request, i) for request in requests for i in range(request.n)]
         return Stream(self, seqs, trace, whole)
 
     def submit(self, seqs: Seq[Sequence], trace: TraceWriter | None = None) -> None:
         """Queue requests, or refuse them all; events go to each request's listener. Call it from any thread."""
+        for check in self.checks:
+            check()
         for seq in seqs:
             for lm in seq.drafter.models():
                 self.worker.join(lm.worker)
