@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -120,7 +121,7 @@ def load_model(name: str, how: Loading) -> Model:
     from outpace.api.load import load
 
     if not name.endswith(".gguf"):
-        _quiet_transformers()
+        _quiet_libraries()
     if name in demo_weights.DEMO_MODELS:
         demo_weights.fetch(name)  # shows its own progress, if it downloads
     with stderr.status(f"loading {name}"):
@@ -139,11 +140,15 @@ def load_model(name: str, how: Loading) -> Model:
     return model
 
 
-def _quiet_transformers() -> None:
-    from transformers.utils import logging
+def _quiet_libraries() -> None:
+    import torch  # noqa: F401 (which resets the levels of its own loggers when it is imported)
+    from transformers.utils import logging as transformers
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    transformers.disable_progress_bar()
+    transformers.set_verbosity_error()
+    # Transformers imports torchao with any model, and it tells of its parts for other GPUs.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def load_draft(name: str | None, how: Loading) -> Model | None:
