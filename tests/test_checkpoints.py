@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,122 +27,18 @@ from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.tolerance import apart
 from outpace.models.memory import weights
 from outpace.models.quantized import kinds, mixing_layer, quantized_layers
+from tests.checkpoint_kinds import KINDS, MIXING
 from tests.conftest import LOSSLESS, settings_of
 from tests.tiny_models import GROUPED, build
 
 SIZES: dict[str, Any] = GROUPED | dict(hidden_size=64, intermediate_size=128, head_dim=16, initializer_range=0.2)
 VOCAB = 128
 PROMPTS = [[1, 5, 9, 20, 33, 2, 7], [3, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23]]
-# bitsandbytes says on a CPU that it converts its input; compressed-tensors imports torch's deprecated parts.
+# compressed-tensors imports torch's deprecated parts; gptqmodel deletes a temporary folder late.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*will be cast:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How a checkpoint is made, and what is expected of it."""
-
-    package: str
-    write: Callable[[Path, Path], None]  # from the plain checkpoint's folder into a new one
-    rounds: bool = False  # its activations, so that only bitwise passes are exact
-    adapter: bool = False  # the folder holds an adapter of the plain model, not a model
-
-
-def _quantized(make: Callable[[], Any]) -> Callable[[Path, Path], None]:
-    def write(plain: Path, folder: Path) -> None:
-        given = AutoModelForCausalLM.from_pretrained(plain, quantization_config=make(), dtype=torch.float32)
-        given.save_pretrained(folder)
-
-    return write
-
-
-def _torchao(name: str, **options: Any) -> Callable[[Path, Path], None]:
-    def make() -> Any:
-        from torchao import quantization
-        from transformers import TorchAoConfig
-
-        found = {key: value(quantization) if callable(value) else value for key, value in options.items()}
-        return TorchAoConfig(getattr(quantization, name)(**found))
-
-    return _quantized(make)
-
-
-def _bitsandbytes(**options: Any) -> Callable[[Path, Path], None]:
-    def make() -> Any:
-        from transformers import BitsAndBytesConfig
-
-        return BitsAndBytesConfig(**options)
-
-    return _quantized(make)
-
-
-def _compressed(preset: str, **activations: Any) -> Callable[[Path, Path], None]:
-    def write(plain: Path, folder: Path) -> None:
-        from compressed_tensors.compressors import ModelCompressor
-        from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
-        from compressed_tensors.quantization.utils import calculate_qparams
-
-        model = AutoModelForCausalLM.from_pretrained(plain)
-        scheme = preset_name_to_scheme(preset, ["Linear"])
-        size = scheme.weights.group_size = 32 if scheme.weights.group_size else None
-        if activations:
-            scheme.input_activations = scheme.input_activations.model_copy(update=activations)
-        apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"]))
-        for layer in model.modules():
-            if hasattr(layer, "quantization_scheme"):
-                groups = layer.weight.detach().unflatten(-1, (-1, size or layer.in_features))  # [out, groups, size]
-                scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
-                layer.weight_scale.data = scale.to(layer.weight_scale.dtype)
-        compressor = ModelCompressor.from_pretrained_model(model)
-        compressor.compress_model(model)
-        model.save_pretrained(folder)
-        compressor.update_config(str(folder))
-
-    return write
-
-
-def _lora(**options: Any) -> Callable[[Path, Path], None]:
-    def write(plain: Path, folder: Path) -> None:
-        from peft import LoraConfig, get_peft_model
-
-        settings = dict(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM") | options
-        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(plain), LoraConfig(**settings))
-        torch.manual_seed(3)
-        for name, weight in adapted.named_parameters():
-            if "lora_B" in name:  # zero at first
-                nn.init.normal_(weight, std=0.2)
-        adapted.save_pretrained(folder)
-
-    return write
-
-
-def _int4(quantization: Any) -> Any:
-    return quantization.PerGroup(32)
-
-
-KINDS: dict[str, Kind] = {
-    "torchao int8": Kind("torchao", _torchao("Int8WeightOnlyConfig")),
-    "torchao float8": Kind("torchao", _torchao("Float8WeightOnlyConfig")),
-    "torchao int4": Kind("torchao", _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=_int4)),
-    "torchao int8 activations": Kind("torchao", _torchao("Int8DynamicActivationInt8WeightConfig"), rounds=True),
-    "bitsandbytes nf4": Kind(
-        "bitsandbytes", _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
-        rounds=True,
-    ),
-    "bitsandbytes int8": Kind("bitsandbytes", _bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0), rounds=True),
-    "compressed-tensors W4A16": Kind("compressed_tensors", _compressed("W4A16")),
-    "compressed-tensors W8A8": Kind("compressed_tensors", _compressed("W8A8"), rounds=True),
-    "compressed-tensors FP8": Kind("compressed_tensors", _compressed("FP8_DYNAMIC"), rounds=True),
-    "lora": Kind("peft", _lora(), adapter=True),
-    "dora": Kind("peft", _lora(use_dora=True), adapter=True),
-}  # fmt: skip
-MIXING = {
-    "torchao": _torchao("Int8DynamicActivationInt8WeightConfig", granularity=lambda q: q.PerTensor()),
-    "bitsandbytes": _bitsandbytes(load_in_8bit=True),  # its columns of outliers are those of any token
-    "compressed_tensors": _compressed("FP8_DYNAMIC", strategy="tensor"),
-}
 
 
 def needs(package: str) -> None:

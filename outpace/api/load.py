@@ -30,7 +30,8 @@ def load(
 ) -> Model:
     """Load a model by demo name, folder, hub id or GGUF file; code from a checkpoint is never run.
 
-    `dtype` defaults to float32 on a CPU, where smaller types are slower, and to the checkpoint's own type elsewhere.
+    `dtype` defaults to float32 on a CPU, where smaller types are slower, and to the checkpoint's own type elsewhere and
+    for quantised checkpoints.
     `kv_cache_bytes` limits the key-value cache. `bitwise=True` runs all passes in one shape, so that results have the
     same bits in every dtype, with or without speculation, in any batch (docs/internals/exactness.md). GGUF files are
     bitwise unless `bitwise=False` lets llama.cpp reorder weights (docs/guide/gguf.md). `compile=False` runs the layers
