@@ -38,6 +38,8 @@ COMMAND = "reports_errors"  # the decorator of every command
 
 # Inside `models` the same holds for its parts.
 RUNTIMES = [
+    "quantized",
+    "adapters",
     "memory",
     "gpu_memory",
     "segment",

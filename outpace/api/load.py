@@ -26,17 +26,20 @@ def load(
     bitwise: bool | None = None,
     compile: bool | None = None,
     quantize: str | None = None,
+    adapter: str | Path | None = None,
 ) -> Model:
     """Load a model by demo name, folder, hub id or GGUF file; code from a checkpoint is never run.
 
-    `dtype` defaults to float32 on a CPU, where smaller types are slower, and to the checkpoint's own type elsewhere.
+    `dtype` defaults to float32 on a CPU, where smaller types are slower, and to the checkpoint's own type elsewhere and
+    for quantised checkpoints.
     `kv_cache_bytes` limits the key-value cache. `bitwise=True` runs all passes in one shape, so that results have the
     same bits in every dtype, with or without speculation, in any batch (docs/internals/exactness.md). GGUF files are
     bitwise unless `bitwise=False` lets llama.cpp reorder weights (docs/guide/gguf.md). `compile=False` runs the layers
     uncompiled; by default the layers of a large model are compiled (docs/internals/speed.md). `quantize="int8"` stores
-    the weights of linear layers as int8: there is less to read, but the model changes slightly.
+    the weights of linear layers as int8: there is less to read, but the model changes slightly. `adapter` is the folder
+    or hub id of a LoRA adapter, which needs `outpace[peft]` (docs/guide/checkpoints.md).
     """
-    options = LoadOptions(dtype, device, kv_cache_bytes, bitwise, compile, quantize)
+    options = LoadOptions(dtype, device, kv_cache_bytes, bitwise, compile, quantize, adapter)
     model: Model = registry.loader(str(name))(str(name), options)
     return model
 
@@ -50,11 +53,17 @@ def wrap(
     bitwise: bool = False,
     compile: bool | None = None,
 ) -> Model:
-    """Wrap a Transformers model that is already in memory, without changing it."""
+    """Wrap a Transformers model that is already in memory, or a PEFT model with a LoRA adapter, without changing it."""
     from outpace.models.adapt import adapt
+    from outpace.models.adapters import AdapterState, base_of
 
-    lm = adapt(model, kv_cache_bytes, bitwise, compile)
-    return Model(lm, tokenizer, _stop_token_ids(model, tokenizer), name or type(model).__name__)
+    model = base_of(model)
+    made = Model(
+        adapt(model, kv_cache_bytes, bitwise, compile), tokenizer, _stop_token_ids(model, tokenizer),
+        name or type(model).__name__,
+    )  # fmt: skip
+    made.checks.append(AdapterState(model).check)
+    return made
 
 
 def _stop_token_ids(model: Any, tokenizer: Any) -> set[int]:

@@ -16,9 +16,9 @@ from outpace.models.gguf.tokenizer import tokenizer
 
 def load(name: str, options: LoadOptions) -> Model:
     """Load a GGUF file. The device is cpu, or any other name to put all layers on the GPU of this llama.cpp build."""
-    if options.dtype is not None or options.quantize is not None or options.compile is not None:
+    if any(given is not None for given in (options.dtype, options.quantize, options.compile, options.adapter)):
         raise UsageError(
-            "a GGUF file is run as it is: dtype, quantize, compile and training are for Transformers models"
+            "a GGUF file is run as it is: dtype, quantize, compile, adapter and training are for Transformers models"
         )
     path = demo_weights.gguf(name) if name.removesuffix(".gguf") in demo_weights.DEMO_MODELS else Path(name)
     offload = None if options.device is None else not str(options.device).startswith("cpu")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 
@@ -19,3 +21,4 @@ class LoadOptions:
     bitwise: bool | None = None
     compile: bool | None = None
     quantize: str | None = None
+    adapter: str | Path | None = None

@@ -12,29 +12,61 @@ from outpace.api.load import wrap
 from outpace.api.load_options import LoadOptions
 from outpace.api.model import Model
 from outpace.errors import OutpaceError, UsageError
+from outpace.models import adapters
 
 
 def load(name: str, options: LoadOptions) -> Model:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    if options.adapter is not None and options.quantize is not None:
+        raise UsageError("an adapter cannot be put on int8 weights: leave quantize out, or merge the adapter with PEFT")
     device = options.device if options.device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    model, tokenizer = _read(name, options, torch.device(device))
+    if options.quantize is not None:
+        model = _quantized(model, options.quantize)
+    if options.adapter is not None:
+        model = adapters.load(model, options.adapter)
+    return wrap(
+        model, tokenizer, name=Path(name).name, kv_cache_bytes=options.kv_cache_bytes,
+        bitwise=bool(options.bitwise), compile=options.compile,
+    )  # fmt: skip
+
+
+def _read(name: str, options: LoadOptions, device: torch.device) -> tuple[Any, Any]:
+    """Read a checkpoint; return the model on its device, and the tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     source = demo_weights.fetch(name) if name in demo_weights.DEMO_MODELS else name
-    dtype = _dtype(options.dtype, device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if (kind := _quantization(config)) is not None:
+            if options.quantize is not None:
+                raise UsageError(f"{name!r} is quantised already ({kind}): leave quantize out")
+            # Such weights keep the dtype that they were quantised for, and are read to where they run.
+            dtype = _dtype(options.dtype or "auto", device)
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, device_map={"": device}, trust_remote_code=False
+            )
+        else:
+            dtype = _dtype(options.dtype, device)
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False).to(device)
+        return model, AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except ImportError as error:  # of the package that has quantised it
+        raise OutpaceError(f"cannot load {name!r}: {error}") from error
+    except UsageError:
+        raise
     except (OSError, ValueError) as error:
         known = ", ".join(demo_weights.DEMO_MODELS)
         raise OutpaceError(
             f"cannot load {name!r}: it is not a demo model ({known}), and as a folder or hub id it fails: {error}"
         ) from error
-    if options.quantize is not None:
-        model = _quantized(model, options.quantize)
-    return wrap(
-        model.to(device), tokenizer, name=Path(name).name, kv_cache_bytes=options.kv_cache_bytes,
-        bitwise=bool(options.bitwise), compile=options.compile,
-    )  # fmt: skip
+
+
+def _quantization(config: Any) -> str | None:
+    """Return the method by which a checkpoint was quantised, or None."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(method, "value", method))
 
 
 def _dtype(given: str | torch.dtype | None, device: torch.device) -> Any:

@@ -41,6 +41,7 @@ class Model:
         self.stop_token_ids = frozenset(stop_token_ids)
         self.name = name
         self.engine = Engine(lm)
+        self.checks: list[Callable[[], None]] = []  # each raises an error if the model cannot run as it is by now
         self._methods: dict[Any, Drafter] = {}  # kept, so that a method uses in the next call what it learned
         self._drafts: dict[tuple[int, int], tuple[NamedModel, LM]] = {}
         self._costs: Costs | None = None
@@ -122,6 +123,8 @@ class Model:
 
     def submit(self, seqs: Seq[Sequence], trace: TraceWriter | None = None) -> None:
         """Queue requests, or refuse them all; events go to each request's listener. Call it from any thread."""
+        for check in self.checks:
+            check()
         for seq in seqs:
             for lm in seq.drafter.models():
                 self.worker.join(lm.worker)

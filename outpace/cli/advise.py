@@ -13,7 +13,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from outpace.cli.common import DEFAULT_MODEL, Loading, app, load_model, reports_errors, stderr
-from outpace.cli.flags import AsJson, Compile, Device, Dtype, MaxTokens, Quantize, Seed, Temperature, TopK, TopP
+from outpace.cli.flags import (
+    Adapter,
+    AsJson,
+    Compile,
+    Device,
+    Dtype,
+    MaxTokens,
+    Quantize,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from outpace.errors import UsageError
 from outpace.prompts import tasks
 from outpace.registry import catalogue
@@ -52,6 +64,7 @@ def advise(
     device: Device = None,
     compile: Compile = None,
     quantize: Quantize = None,
+    adapter: Adapter = None,
 ) -> None:
     """Rank methods, drafts and depths by predicted speed-up on your prompts, then measure the best."""
     every = catalogue.entries("method")
@@ -60,7 +73,7 @@ def advise(
     for spec in chosen:
         catalogue.check("method", spec, provided=["draft"])
     sampling = Sampling(temperature, top_k, top_p, seed=seed)
-    loading = Loading(dtype, device, compile=compile, quantize=quantize)
+    loading = Loading(dtype, device, compile=compile, quantize=quantize, adapter=adapter)
     for name in (model, *draft):
         loading.check(name)
     found = tasks.load(prompts, limit=limit)

@@ -32,6 +32,7 @@ from outpace.cli.common import (
     tracing,
 )
 from outpace.cli.flags import (
+    Adapter,
     AsJson,
     Bitwise,
     Compile,
@@ -130,6 +131,7 @@ def bench(
     compile: Compile = None,
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
+    adapter: Adapter = None,
     output: Output = None,
     page: Page = True,
     as_json: AsJson = False,
@@ -156,7 +158,7 @@ def bench(
             tuple(task), prompts, limit, tuple(batch), tuple(context), tuple(temperature), top_p, top_k, seed,
             max_tokens,
         )  # fmt: skip
-        loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft)
+        loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
         loading.check(model, draft)
         checks.writable(trace, "the trace")
         policies = [MethodSpec.checked("policy", text) for text in dict.fromkeys(policy)]

@@ -50,6 +50,16 @@ def quantize(kind: str | None) -> None:
         raise UsageError(f"unknown quantization {kind!r}; use int8")
 
 
+def adapter(name: str | None) -> None:
+    """Refuse an adapter that is no folder and cannot be a Hugging Face id, and one that cannot be loaded here."""
+    if name is None:
+        return
+    if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
+        raise OutpaceError(f"cannot load the adapter {name!r}: not a folder or a Hugging Face id")
+    if find_spec("peft") is None:
+        raise OutpaceError("an adapter needs PEFT: pip install 'outpace[peft]'")
+
+
 def installed(*packages: str) -> None:
     """Refuse a missing package before anything is measured."""
     for package in packages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -88,6 +89,7 @@ class Loading(NamedTuple):
     compile: bool | None = None
     quantize: str | None = None
     quantize_draft: str | None = None
+    adapter: str | None = None
 
     def check(self, model: str, draft: str | None = None) -> None:
         """Refuse invalid values before anything is imported or loaded."""
@@ -95,9 +97,11 @@ class Loading(NamedTuple):
         checks.dtype(self.dtype)
         checks.device(self.device)
         checks.quantize(self.quantize)
-        if model.endswith(".gguf") and (self.dtype or self.quantize or self.compile is not None):
+        checks.adapter(self.adapter)
+        if model.endswith(".gguf") and (self.dtype or self.quantize or self.adapter or self.compile is not None):
             raise UsageError(
-                "--dtype, --quantize, --compile and training do not work with a GGUF file: use a Transformers model"
+                "--dtype, --quantize, --adapter, --compile and training do not work with a GGUF file: use a "
+                "Transformers model"
             )
         if draft is not None:
             self.draft.check(draft)
@@ -106,8 +110,9 @@ class Loading(NamedTuple):
 
     @property
     def draft(self) -> Loading:
-        """The same for a draft model, which need not be bitwise because its tokens are verified."""
-        return self._replace(bitwise=None, quantize=self.quantize_draft or self.quantize, quantize_draft=None)
+        """The same for a draft model: without the adapter, and not bitwise because its tokens are verified."""
+        quantize = self.quantize_draft or self.quantize
+        return self._replace(bitwise=None, quantize=quantize, quantize_draft=None, adapter=None)
 
 
 def load_model(name: str, how: Loading) -> Model:
@@ -115,13 +120,14 @@ def load_model(name: str, how: Loading) -> Model:
     from outpace.api.load import load
 
     if not name.endswith(".gguf"):
-        _quiet_transformers()
+        _quiet_libraries()
     if name in demo_weights.DEMO_MODELS:
         demo_weights.fetch(name)  # shows its own progress, if it downloads
     with stderr.status(f"loading {name}"):
         model = load(
-            name, dtype=how.dtype, device=how.device, bitwise=how.bitwise, compile=how.compile, quantize=how.quantize
-        )
+            name, dtype=how.dtype, device=how.device, bitwise=how.bitwise, compile=how.compile, quantize=how.quantize,
+            adapter=how.adapter,
+        )  # fmt: skip
     gc.enable()  # it was off while modules were imported
     spent = getattr(getattr(model.lm, "runner", None), "compile_seconds", 0.0)
     if spent >= MIN_REPORTED_SECONDS:
@@ -129,11 +135,15 @@ def load_model(name: str, how: Loading) -> Model:
     return model
 
 
-def _quiet_transformers() -> None:
-    from transformers.utils import logging
+def _quiet_libraries() -> None:
+    import torch  # noqa: F401 (which resets the levels of its own loggers when it is imported)
+    from transformers.utils import logging as transformers
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    transformers.disable_progress_bar()
+    transformers.set_verbosity_error()
+    # Transformers imports torchao with any model, and it tells of its parts for other GPUs.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def load_draft(name: str | None, how: Loading) -> Model | None:

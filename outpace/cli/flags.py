@@ -36,6 +36,7 @@ Compile = Annotated[
     typer.Option("--compile/--no-compile", help="Compile the layers; default: only for large models."),
 ]
 Quantize = Annotated[str | None, typer.Option(help="int8: store the weights of linear layers in 8 bits.")]
+Adapter = Annotated[str | None, typer.Option(help="LoRA adapter of the model: a folder or Hugging Face id.")]
 QuantizeDraft = Annotated[
     str | None, typer.Option(help="int8: quantize only the draft model, which does not change the answers.")
 ]

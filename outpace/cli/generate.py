@@ -23,6 +23,7 @@ from outpace.cli.common import (
     tracing,
 )
 from outpace.cli.flags import (
+    Adapter,
     Bitwise,
     Compile,
     Device,
@@ -73,12 +74,13 @@ def generate(
     compile: Compile = None,
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
+    adapter: Adapter = None,
 ) -> None:
     """Answer one prompt; accepted draft tokens are green."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty")
-    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft)
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
     given = {
         "method": method, "policy": policy, "verifier": verifier, "max_tokens": max_tokens,
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings), **pairs(option),
@@ -121,9 +123,10 @@ def chat(
     compile: Compile = None,
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
+    adapter: Adapter = None,
 ) -> None:
     """Chat with a model; accepted draft tokens are green. Ctrl-C stops an answer, Ctrl-D ends the chat."""
-    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft)
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
     given = {
         "method": method, "policy": policy, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
         "seed": seed, **pairs(option),

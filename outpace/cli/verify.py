@@ -27,6 +27,7 @@ from outpace.cli.common import (
     stderr,
 )
 from outpace.cli.flags import (
+    Adapter,
     AsJson,
     Bitwise,
     Compile,
@@ -105,6 +106,7 @@ def verify(
     compile: Compile = None,
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
+    adapter: Adapter = None,
 ) -> None:
     """Check that speculation does not change the answers. Exit code 0: no check failed; 1: something differs."""
     if find_spec("scipy") is None:
@@ -112,7 +114,7 @@ def verify(
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings)}
     checks.sampling_setting(given, vars(Sampling()))
     sampling = Sampling(**given)
-    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft)
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
     checks.writable(junit, "the JUnit file")
     if server is not None and (draft or quantize_draft):
         raise UsageError("--draft and --quantize-draft do not work with --server: a server has its own draft model")

@@ -7,11 +7,14 @@ import os
 import torch
 from torch import nn
 
+from outpace.models.quantized import parts, tensors
+
 
 def weights(model: nn.Module) -> int:
     """Return the bytes of all tensors of a model, counting shared storage once."""
-    held = {tensor.untyped_storage().data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    plain = [part for tensor in tensors(model) for part in parts(tensor)]
+    held = {part.untyped_storage().data_ptr(): part for part in plain}
+    return sum(part.untyped_storage().nbytes() for part in held.values())
 
 
 def free(device: torch.device) -> int:

@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from outpace.cli.common import Loading, load_model, reports_errors, state_memory, stderr
-from outpace.cli.flags import AsJson, Compile, Device, Dtype, Quantize, Seed, Temperature, TopK, TopP
+from outpace.cli.flags import Adapter, AsJson, Compile, Device, Dtype, Quantize, Seed, Temperature, TopK, TopP
 from outpace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def data(
     device: Device = None,
     compile: Compile = None,
     quantize: Quantize = None,
+    adapter: Adapter = None,
 ) -> None:
     """Generate training data: a model's own answers to the prompts of files, or to prompts that it writes itself.
 
@@ -87,7 +88,10 @@ def data(
         longest_prompt=longest_prompt, method=method, rows=rows, shard=part,
     )  # fmt: skip
     asked = files.load(prompts, limit)
-    path, lm = _path(output, part), load_model(model, Loading(dtype, device, compile=compile, quantize=quantize))
+    path, lm = (
+        _path(output, part),
+        load_model(model, Loading(dtype, device, compile=compile, quantize=quantize, adapter=adapter)),
+    )
     state_memory(lm, rows * (longest_prompt + max_tokens))
     made: list[WritingResult] = []
     try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from outpace.models.hf.int8 import linears
 from outpace.models.memory import free
+from outpace.models.quantized import is_plain
 
 
 class Bf16Linear(nn.Module):
@@ -64,7 +65,7 @@ class Bf16Copies:
 
     def stale(self, model: nn.Module) -> bool:
         """Return whether any weight of this model has changed since it was copied."""
-        weights = [layer.weight.detach() for layer in model.modules() if type(layer) is nn.Linear]
+        weights = [layer.weight.detach() for layer in model.modules() if is_plain(layer)]
         return bool(self._copies) and any(self._changed(weight) for weight in weights)
 
     def _changed(self, weight: Tensor) -> bool:

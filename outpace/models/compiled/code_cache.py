@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +24,13 @@ import transformers
 from torch import nn
 from torch._inductor import config as inductor
 
+from outpace.models.quantized import NESTED, layout, quantized_layers, settings
 from outpace.storage.files import cache_dir, write_whole
 from outpace.version import __version__
 
 logger = logging.getLogger(__name__)
+# Attributes of a module that its code does not depend on: torch's own, and how PEFT has made a layer, with its name.
+APART = {*vars(nn.Module()), "kwargs"} - {"training"}
 # Our source files that become part of the code.
 OWN = ("compiled/layers.py", "compiled/packing.py", "hf/attention.py", "kernels/few_rows.cpp")
 
@@ -38,6 +42,22 @@ class CachedLayerCode(NamedTuple):
     names: list[str]
 
 
+def signature(layer: nn.Module, window: int | None) -> tuple[Any, ...]:
+    """Return what layers that share code have in common: module types, plain attributes, tensor shapes and dtypes."""
+    quantized = {id(module) for _, module in quantized_layers(layer)}
+    modules = tuple(
+        (name, type(module), _settings(module, id(module) in quantized)) for name, module in layer.named_modules()
+    )
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return window, modules, tuple((name, layout(t)) for name, t in tensors)
+
+
+def _settings(module: nn.Module, quantized: bool) -> tuple[tuple[str, object], ...]:
+    """Return the plain attributes of a module, and those of the objects that a quantised layer keeps."""
+    given = sorted((name, value) for name, value in vars(module).items() if name not in APART)
+    return tuple((name, settings(value, NESTED if quantized else 0)) for name, value in given)
+
+
 def place(layer: nn.Module, about: object) -> Path:
     """Return the folder for the code of a kind of layer; `about` is what layers that share code have in common."""
     sources = {inspect.getfile(type(module)) for module in layer.modules()}
@@ -45,7 +65,10 @@ def place(layer: nn.Module, about: object) -> Path:
     digest = hashlib.sha256()
     for source in sorted(sources):
         digest.update(Path(source).read_bytes())
-    versions = torch.__version__, transformers.__version__, __version__, platform.python_version()
+    # The code contains what the packages of its modules and tensors do, such as how a weight is unpacked.
+    packages = {type(part).__module__.partition(".")[0] for part in (*layer.modules(), *layer.parameters())}
+    found = [(package, getattr(sys.modules[package], "__version__", "")) for package in sorted(packages)]
+    versions = torch.__version__, transformers.__version__, __version__, platform.python_version(), found
     processor = platform.processor(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     digest.update(repr((about, versions, processor)).encode())
     return cache_dir() / "layers" / digest.hexdigest()[:24]

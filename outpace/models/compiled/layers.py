@@ -7,7 +7,7 @@ After the first call, `LayerCall` calls the compiled function directly, without 
 - A call of the layer traces to one graph whose result is one tensor (`LayerKind.seen`). Otherwise the guards stay.
 - Between passes only values and sizes change. Sizes are symbols in the code (dynamic=True, no duck shapes) and are at
   least 2 where they vary, since torch specializes on 0 and 1. Dtypes, devices, modes and argument names stay the same.
-- `signature` covers everything of a layer that its code depends on. Layers with equal signatures share code.
+- `code_cache.signature` covers everything of a layer that its code depends on. Layers with equal signatures share code.
 - Weights change in place only: `LayerCall` binds a layer's tensors once.
 - Private torch API: Dynamo's names of the graph inputs (`L['self']...`) are expressions for `eval`, in argument order.
 `CompiledRunner` compares the first passes with eager ones, but no later ones. After a mismatch or an error the model
@@ -33,6 +33,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.fx.experimental import _config as shapes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from outpace.models.compiled import bf16_copies, code_cache
@@ -40,6 +41,7 @@ from outpace.models.compiled.packing import CompiledAttention
 from outpace.models.hf import int8
 from outpace.models.hf.module import M, decoder_layers, twin
 from outpace.models.kernels.triton_runtime import overlaps
+from outpace.models.quantized import is_plain
 from outpace.storage.files import cache_dir
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
@@ -90,7 +92,9 @@ class LayerKind:
         settings: dict[str, Any] = {"size_asserts": False}
         devices = {given.device for given in inputs if isinstance(given, Tensor) and given.is_cuda}
         settings |= _gpu_options(devices) if devices else {}
-        with nullcontext() if self.place is None else code_cache.keeping(self.place, self.names):
+        keeping = nullcontext() if self.place is None else code_cache.keeping(self.place, self.names)
+        with keeping, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*_stable_hash_for_caching")  # of torchao's tensors
             self.code = compile_fx(module, inputs, config_patches=settings)  # type: ignore[assignment]
         self.graphs += 1  # last, because the compiler may give up above and trace the layer again
         return self.code  # type: ignore[return-value]
@@ -160,17 +164,6 @@ class LayerCall(ModuleProxy):
         return rest
 
 
-def signature(layer: nn.Module, window: int | None) -> tuple[Any, ...]:
-    """Return what layers that share code have in common: module types, plain attributes, tensor shapes and dtypes."""
-    plain = (bool, int, float, str, type(None))
-    modules = tuple(
-        (name, type(module), tuple((k, v) for k, v in sorted(vars(module).items()) if isinstance(v, plain)))
-        for name, module in layer.named_modules()
-    )
-    tensors = (*layer.named_parameters(), *layer.named_buffers())
-    return window, modules, tuple((name, tuple(t.shape), t.dtype) for name, t in tensors)
-
-
 class OutputHead(nn.Module):
     """The output head, run by our kernels: a single linear layer needs no compiling."""
 
@@ -230,7 +223,7 @@ def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> list[Lay
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = 0  # type: ignore[assignment]
-        about = signature(layer, window)
+        about = code_cache.signature(layer, window)
         if about not in kinds:
             kinds[about] = LayerKind(code_cache.place(layer, about) if model.device.type == "cpu" else None)
         kind = kinds[about]
@@ -241,7 +234,7 @@ def compile_layers(model: PreTrainedModel, windows: Seq[int | None]) -> list[Lay
         if model.device.type == "cuda" and not isinstance(child, nn.ModuleList) and _small(child):
             setattr(decoder, place, CompiledModule(child, _gpu_options([model.device])))
     head = model.get_output_embeddings()
-    if type(head) is nn.Linear or isinstance(head, bf16_copies.Bf16Linear | int8.Int8Linear):
+    if is_plain(head) or isinstance(head, bf16_copies.Bf16Linear | int8.Int8Linear):
         model.set_output_embeddings(OutputHead(head))
     return list(kinds.values())
 
@@ -252,9 +245,9 @@ def fuse(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if _is_product(node):
             groups.setdefault(_operands(node)[0], []).append(node)
-    for x, nodes in groups.items():
+    for nodes in groups.values():
         for i in range(0, len(nodes), FUSED):
-            _replace(graph, x, nodes[i : i + FUSED])
+            _replace(graph, nodes[i : i + FUSED])
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -263,6 +256,8 @@ def _is_product(node: fx.Node) -> bool:
     # A group's call stands where its first product stood. Weights computed inside the layer may not exist there yet.
     x, *rest = _operands(node)
     weight = _value(rest[0])
+    if is_traceable_wrapper_subclass(weight):  # a quantised weight has kernels of its own
+        return False
     if any(isinstance(other, fx.Node) and other.op not in ("placeholder", "get_attr") for other in rest):
         return False
     return weight.dim() == 2 and (weight.is_cuda or _value(x).dtype == torch.float32)
@@ -279,9 +274,10 @@ def _value(node: fx.Node) -> Tensor:
     return node.meta["example_value"]
 
 
-def _replace(graph: fx.Graph, x: fx.Node, nodes: list[fx.Node]) -> None:
-    """Replace `nodes` by one call, at the place of the first of them."""
+def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Replace `nodes`, which have the same input, by one call at the place of the first of them."""
     operands = [_operands(node) for node in nodes]
+    x = operands[0][0]  # as it is now: if it was a product too, then it has been replaced
     weights = [given[1] for given in operands]
     scales = [given[2] for given in operands if len(given) == 4]
     biases = [given[-1] for given in operands]

@@ -18,8 +18,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outpace.errors import OutpaceError, UnsupportedModel, UsageError
+from outpace.models.adapters import has_adapter
 from outpace.models.hf.module import decoder_layers, view
 from outpace.models.hf.tolerance import apart
+from outpace.models.quantized import quantized_layers
 
 PROBE = 16  # tokens on which the written copy is compared
 
@@ -37,6 +39,11 @@ def stack_of(model: PreTrainedModel) -> int:
 def save(model: PreTrainedModel, layers: Seq[int], tokenizer: Any, folder: Path, note: str) -> None:
     """Write a model of these layers; the folder appears complete or not at all."""
     check_output(folder)
+    if any(quantized_layers(model)) or has_adapter(model):
+        raise UnsupportedModel(
+            f"a quantised {type(model).__name__}, or one with an adapter, cannot be written without some of its "
+            "layers: write the plain model first, merged with its adapter, then quantise the result"
+        )
     part = part_of(model, layers)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outpace.errors import UnsupportedModel
+from outpace.models.quantized import is_plain
 
 LEVELS = 127
 
@@ -48,12 +49,15 @@ LINEAR = torch.ops.outpace_int8.linear.default
 
 
 def linears(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """List every linear layer with its parent module and its name there."""
+    """List every plain linear layer with its parent module and its name there.
+
+    An adapter's matrices are in a `ModuleDict`. PEFT reads their dtype, so they stay as they are.
+    """
     return [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear
+        if is_plain(child) and not isinstance(parent, nn.ModuleDict)
     ]
 
 

@@ -21,6 +21,7 @@ from outpace.models.hf.layers import TransformersLayers, TransformersStates, Tra
 from outpace.models.hf.module import context_length, twin, view, windows
 from outpace.models.hf.reference import ModelReference
 from outpace.models.hf.tolerance import agree
+from outpace.models.quantized import kinds
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import SlotLM
 
@@ -118,7 +119,9 @@ class TransformersLM(SlotLM):
     @property
     def identity(self) -> str:  # type: ignore[override]
         extra = f", {self.runner.extra_bytes} bytes of copies" if self.runner.extra_bytes else ""
-        kind = f"{type(self.model).__name__}, {self.runner.kind}, {self.model.dtype}"
+        kind = (
+            f"{type(self.model).__name__}, {self.runner.kind}, {', '.join([*kinds(self.model), str(self.model.dtype)])}"
+        )
         return f"{kind}, {self.layers.count} layers, {self.weights.bytes} bytes{extra}"
 
     @property

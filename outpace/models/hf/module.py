@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from outpace.core.lm import Embeddings
 from outpace.errors import UnsupportedModel, UsageError
+from outpace.models.quantized import tensors
 
 M = TypeVar("M", bound=nn.Module)
 STATE = (-1,)  # the tap of the state that a draft feeds back to itself: the last one
@@ -21,7 +23,7 @@ STATE = (-1,)  # the tap of the state that a draft feeds back to itself: the las
 
 def twin(model: M) -> M:
     """Copy the module tree and the config, sharing every tensor, so that we can hook and configure the copy."""
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    shared = {id(t): t for t in tensors(model)}
     return copy.deepcopy(model, shared).eval()
 
 
@@ -135,8 +137,9 @@ def embeddings_of(model: PreTrainedModel) -> Embeddings | None:
     config = model.config.get_text_config()
     if getattr(config, "tie_word_embeddings", False) and given[0] is not None:
         given[1] = given[0]  # a quantised head is a copy of the embeddings
-    if any(not isinstance(w, Tensor) or not w.is_floating_point() or w.dim() != 2 for w in given):
-        return None
+    for w in given:
+        if not isinstance(w, Tensor) or is_traceable_wrapper_subclass(w) or not w.is_floating_point() or w.dim() != 2:
+            return None
     ends = Embeddings(given[0].detach(), given[1].detach(), config)  # type: ignore[union-attr]
     return ends if ends.unembed.shape == ends.embed.shape else None
 

@@ -9,8 +9,10 @@ import copy
 import inspect
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from outpace.models.quantized import quantized_layers, tensors
 
 
 class ModelReference:
@@ -36,9 +38,26 @@ class ModelReference:
         return model(input_ids=ids, use_cache=False, **options).logits[0, -count:]
 
 
+class KeptPrecision(nn.Module):
+    """A quantised layer inside a model of higher precision: its kernels take no other dtype than their own."""
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.held = (layer,)  # in a tuple, so that the conversion of the model does not reach it
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held[0](x.to(self.dtype)).to(x.dtype)
+
+
 def _high_precision(model: PreTrainedModel) -> PreTrainedModel:
     """Copy the model: in float32 if it is a 16-bit model, in float64 otherwise."""
     dtype = torch.float32 if model.dtype.itemsize <= 2 else torch.float64
+    if quantized := dict(quantized_layers(model)):
+        ours = copy.deepcopy(model, {id(t): t for layer in quantized.values() for t in tensors(layer)})
+        for name in quantized:
+            ours.set_submodule(name, KeptPrecision(ours.get_submodule(name), model.dtype))
+        return nn.Module.to(ours, dtype)  # Transformers refuses to convert some quantised models
     try:
         return copy.deepcopy(model).to(dtype)
     except torch.OutOfMemoryError:

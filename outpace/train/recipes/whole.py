@@ -21,8 +21,10 @@ from outpace.cross_tokenizer.by_tokens import NamedModel, translated
 from outpace.drafting.layer_search import LayerProbe, ProbeText, parse, without
 from outpace.errors import UnsupportedModel, UsageError
 from outpace.heads.torch_compile import compile_modules
+from outpace.models.adapters import has_adapter
 from outpace.models.hf import checkpoint
 from outpace.models.hf.module import decoder_layers, twin
+from outpace.models.quantized import quantized_layers
 from outpace.train.data.batches import Batch
 from outpace.train.data.records import TextRecord
 from outpace.train.losses import LossResult, StepLogits, alpha
@@ -41,8 +43,10 @@ class TrainedModel:
         """Copy `trained`, which may share tensors with the target."""
         self.settings, self.model = settings, model
         self.target, self.measure = Target(model.lm), loss_of(settings)
-        if any(not p.is_floating_point() for p in trained.parameters()):
-            raise UnsupportedModel("a quantised model cannot be trained: load it without `quantize`")
+        if any(quantized_layers(trained)) or has_adapter(trained):
+            raise UnsupportedModel(
+                "a quantised model, or one with an adapter, cannot be trained: load the plain model, without `quantize`"
+            )
         self.saved = checkpoint.smallest_dtype(trained)
         own = copy.deepcopy(trained).eval().requires_grad_(True)
         self.trained: PreTrainedModel = own.to(torch.promote_types(own.dtype, torch.float32))
