@@ -54,7 +54,7 @@ class Line:
 
 def specs(nodes: int, calibration: Path) -> dict[str, str]:
     """Specs of all methods, with the same number of nodes; the draft makes a tree."""
-    draft, table = f"draft:depth=6,width=4,nodes={nodes}", f"recycling:nodes={nodes}"
+    draft, table = f"draft:depth=6,width=4,nodes={nodes}", f"recycling:nodes={nodes},price=0"
     return {
         "`draft`": draft,
         "`graft` over `draft`, the paper's gates": f"graft:nodes={nodes},inner={draft}",
@@ -106,7 +106,7 @@ def fit(model: Model, draft: LM, texts: Texts, given: argparse.Namespace, **sett
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.jsonl"
         with TraceWriter(path) as writer:
-            for spec in (f"draft:depth=6,width=4,nodes={given.nodes}", f"recycling:nodes={given.nodes}"):
+            for spec in (f"draft:depth=6,width=4,nodes={given.nodes}", f"recycling:nodes={given.nodes},price=0"):
                 drafter = method(spec, draft)
                 for prompt in texts.learned:
                     model.generate(prompt, method=drafter, trace=writer, **settings)
