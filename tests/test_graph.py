@@ -269,3 +269,16 @@ def test_prompts_share_passes_through_the_kernel(kind: str, monkeypatch: pytest.
     logits = [torch.cat([out.logits for out in side.eager.forward(roots, ())]) for side in (lm, other)]  # type: ignore[misc]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
     assert runner._check_prompts() is None
+
+
+def test_graphs_are_captured_before_they_are_needed(model: Model) -> None:
+    """A cache that grew later would make graphs be captured again, so it becomes large enough first."""
+    runner = runner_of(model)
+    model.max_batch = 6
+    model.warm_up()
+    known, size = set(runner._graphs), runner.cache.size
+    assert size >= 6 * cuda_graph.USUAL_TEXT and {key.tokens for key in known} == {2, 4, 8}
+    for given in ({}, {"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.9, "top_p": 0.8, "top_k": 5}):
+        prompts = [[1 + (i + j) % 50 for j in range(40)] for i in range(6)]
+        model.generate(prompts, method="plain", max_tokens=4, **given)
+    assert set(runner._graphs) == known and runner.cache.size == size
