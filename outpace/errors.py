@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -32,6 +33,15 @@ class CacheFull(RequestFailed):
     def __init__(self, message: str, slot: int):
         super().__init__(message)
         self.slot = slot
+
+
+def check_ranges(owner: object, **ranges: tuple[float, float]) -> None:
+    """Raise an error for an attribute outside its range, both ends included; None is always fine."""
+    for name, (least, most) in ranges.items():
+        value = getattr(owner, name)
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise UsageError(f"{name}={value!r} of {type(owner).__name__} must be {bound}")
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UsageError:

@@ -99,6 +99,10 @@ WITHOUT_A_MODEL = [
     ["generate", "hi", "--method", "ngrm"],
     ["generate", "hi", "--method", "ngram", "-o", "maxn=3"],
     ["generate", "hi", "--method", "ngram", "-o", "max_n=many"],
+    ["generate", "hi", "--method", "suffix", "-o", "min_match=0"],
+    ["generate", "hi", "--method", "recycling:k=-1"],
+    ["generate", "hi", "--policy", "confidence:threshold=1.5"],
+    ["generate", "hi", "--verifier", "typical:epsilon=-0.1"],
     ["generate", "hi", "--method", "draft"],
     ["generate", "hi", "--method", "suffix", "--draft", SMOLLM2],
     ["generate", "hi", "--policy", "fast"],
@@ -150,6 +154,23 @@ def test_the_catalogue_is_what_the_classes_say() -> None:
     assert json.loads(catalogue.FILE.read_text()) == json.loads(json.dumps(catalogue.described())), (
         "write it again: python -m outpace.registry.catalogue"
     )
+
+
+def test_numeric_options_have_ranges_that_are_known_without_the_class() -> None:
+    free = {"gamma"}  # any number
+    for kind, entries in catalogue.described().items():
+        for name, known in entries.items():
+            for option, types in known["types"].items():
+                if {"int", "float"} & {*types.split(" | ")} and "str" not in types and option not in free:
+                    assert option in {**known["least"], **known["most"]}, (kind, name, option)
+    for spec, bound in (
+        ("suffix:min_match=0", "least 1"),
+        ("suffix:min_prob=1.5", "most 1"),
+        ("ngram:depth=-1", "least 0"),
+    ):
+        with pytest.raises(UsageError, match=f"must be at {bound}"):
+            catalogue.check("method", spec)
+    catalogue.check("method", "via_sd:accept=0.3,ask=0.1")  # within what another option allows
 
 
 def test_methods_of_other_packages_are_in_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:

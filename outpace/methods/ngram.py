@@ -32,8 +32,8 @@ class NGram(Drafter):
     matches: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_n <= self.max_n or self.matches < 1:
-            raise UsageError(f"ngram needs 1 <= min_n <= max_n and matches >= 1, got {self}")
+        if not 1 <= self.min_n <= self.max_n or self.matches < 1 or self.depth < 0:
+            raise UsageError(f"ngram needs 1 <= min_n <= max_n, matches >= 1 and depth >= 0, got {self}")
 
     @property
     def limit(self) -> Budget:  # type: ignore[override]

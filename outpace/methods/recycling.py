@@ -11,6 +11,7 @@ from outpace.core.lm import Scores
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Budget, Tree
 from outpace.drafting.successor_table import EMPTY, Successors
+from outpace.errors import UsageError
 
 MEMORY = 256  # drafted tokens of a rank after which all earlier ones count half
 Rows = dict[int, list[int]]  # token -> its successors when the last tree was drafted
@@ -33,6 +34,8 @@ class Recycling(Drafter):
     _matched: list[float] = field(init=False, repr=False)  # how often it was accepted there
 
     def __post_init__(self) -> None:
+        if self.k < 1 or self.depth < 0 or self.nodes < 0 or (self.price is not None and self.price < 0):
+            raise UsageError(f"recycling needs k >= 1, depth >= 0, nodes >= 0 and price >= 0, got {self}")
         self._known = Successors(self.k)
         # A prior with the shape that Token Recycling's published template implies: half of the mass is on rank 0.
         self._offered = [8.0] * self.k

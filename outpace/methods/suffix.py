@@ -7,6 +7,7 @@ Both index every substring. When the store is full, its older half is dropped.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from outpace.core.drafter import Drafter
 from outpace.core.sequence import Sequence
 from outpace.core.tree import ROOT, Budget, Signal, Tree
-from outpace.errors import UsageError
+from outpace.errors import UsageError, check_ranges
 
 START = 0
 SEPARATOR = -1  # between answers in the store: not a real token, so nothing is continued across it
@@ -127,6 +128,7 @@ class Suffix(Drafter):
     def __post_init__(self) -> None:
         if self.min_match < 1 or self.width < 1 or self.store_tokens < 0:
             raise UsageError(f"suffix needs min_match >= 1, width >= 1 and store_tokens >= 0, got {self}")
+        check_ranges(self, depth=(0, math.inf), per_match=(0, math.inf), min_prob=(0, 1))
 
     @property
     def limit(self) -> Budget:  # type: ignore[override]

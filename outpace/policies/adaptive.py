@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from outpace.core.policy import Policy
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import Budget, Signal
+from outpace.errors import check_ranges
 from outpace.policies.judged import examples
 
 
@@ -26,6 +27,10 @@ class Heuristic(Policy):
         depth = depth if self.depth is None else min(depth, self.depth)
         nodes = max(base.nodes, depth) if base.width > 1 else depth
         return Budget(depth, nodes if self.nodes is None else min(nodes, self.nodes), base.width)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, start=(0, math.inf), most=(1, math.inf))
 
     def observe(self, seq: Sequence, step: Step) -> None:
         if step.drafted == 0:
@@ -44,6 +49,10 @@ class Confidence(Policy):
     miss_cost: float = 3.0  # cost of a wrong stop, relative to that of a rejected draft token
     history: int = 512
     _seen: deque[tuple[float, bool]] = field(default_factory=deque, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, threshold=(0, 1), miss_cost=(0, math.inf), history=(1, math.inf))
 
     def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         return signal.prob >= self.threshold
@@ -83,6 +92,10 @@ class Entropy(Policy):
     floor: float = 0.3
     target: float = 0.9
     rate: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(self, floor=(0, 1), target=(0, 1), rate=(0, 1))
 
     def keep_drafting(self, seq: Sequence, signal: Signal, depth: int) -> bool:
         return 1 - math.sqrt(self.gamma * signal.entropy) >= self._state(seq)[0]

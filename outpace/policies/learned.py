@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from outpace.core.policy import Policy
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import Signal
-from outpace.errors import UsageError
+from outpace.errors import UsageError, check_ranges
 from outpace.policies.judged import TOP, Example, examples, features
 
 
@@ -55,6 +56,7 @@ class Learned(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_ranges(self, threshold=(0, 1), refit_every=(0, math.inf))
         if self.weights is not None:
             from safetensors.torch import load_file
 

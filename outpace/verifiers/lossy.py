@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import Tree
 from outpace.core.verifier import Verifier, descend
+from outpace.errors import check_ranges
 
 if TYPE_CHECKING:
     from outpace.core.lm import Scores
@@ -23,6 +25,9 @@ class Typical(Verifier):
     lossless: ClassVar[bool] = False
     epsilon: float = 0.09
     delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        check_ranges(self, epsilon=(0, 1), delta=(0, math.inf))
 
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
         def choose(node: int) -> int:
