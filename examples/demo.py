@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import nn  # noqa: F401 (torch resets the levels of its loggers when it is imported)
 
 import outpace
 from outpace import registry
@@ -51,6 +53,8 @@ class Result(NamedTuple):
 
 
 def main() -> None:
+    for package in ("torchao", "torch.utils._pytree"):  # Transformers imports torchao, which tells of missing GPUs
+        logging.getLogger(package).setLevel(logging.ERROR)
     console, results = Console(), list[Result]()
     for runtime, model in RUNTIMES.items():
         with console.status(f"loading {model} (downloads and compiles it the first time)"):
