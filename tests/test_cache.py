@@ -622,7 +622,7 @@ def test_a_pool_that_grows_keeps_what_its_slots_hold(pages: int | None, work: li
             assert SCRAP + others + length > pages - GRAIN  # only where it does not fit
             continue
         held[slot] = max(length, held.get(slot, 0))
-        assert pool.generation > known[0] or pool.size == known[1]  # graphs are captured anew
+        assert pool.generation > known[0] or pool.size == known[1]  # graphs are captured again
         known = pool.generation, pool.size
         for layer in range(2):
             pool.keys[layer][slot][:, : held[slot]] = 10 * slot + layer

@@ -89,7 +89,7 @@ class Sampler:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if not math.isfinite(logits.max()):
             raise RequestFailed(f"the model returned non-finite logits at position {len(prefix)}")
-        owned = False  # a copy that nobody else reads
+        owned = False  # True: the logits are a copy of our own, which may be changed
         for process in self.processors:
             if isinstance(process, LogitEdit):
                 logits, owned = logits if owned else logits.clone(), True
