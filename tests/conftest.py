@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,8 @@ from tests.interpreter import hasten
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten()
+for package in ("torchao", "torch.utils._pytree"):  # Transformers imports torchao, which tells of missing GPUs
+    logging.getLogger(package).setLevel(logging.ERROR)
 SMOLLM2 = "smollm2-135m-instruct"
 Maker = Callable[..., dict[str, Any]]
 

@@ -116,7 +116,7 @@ def _attention(
     The chunks of a job are the full chunks of the prefix, the rest of the prefix, and then the entries of this pass.
     """
     head, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    tile, token0, rows, base, prefix = _task(jobs, tl.program_id(0), count, GROUP, JP, BM)
+    tile, token0, rows, base, prefix = task_at(jobs, tl.program_id(0), count, GROUP, JP, BM)
     row, column = tile * BM + tl.arange(0, BM), tl.arange(0, BN)
     real = row < rows
     token, of = token0 + row // GROUP, head * GROUP + row % GROUP  # token and all indices derived from it are int64
@@ -132,7 +132,7 @@ def _attention(
     end = tl.minimum(start + share, low + chunks)
     begin(EARLY)  # everything read so far existed before the pass
     if (tile * BM < rows) & (split < used):
-        query = _entries(q, token * q0 + of * q1, real, D, DP)
+        query = load_entries(q, token * q0 + of * q1, real, D, DP)
         k, v = keys + head.to(tl.int64) * k1, values + head.to(tl.int64) * v1
         rest = (tl.full([], 1, tl.int64) << (prefix - full * BN)) - 1  # the rest of the prefix, as bits
         top = tl.full([BM], float("-inf"), tl.float32)
@@ -144,9 +144,9 @@ def _attention(
                 entry0 = base + prefix + (chunk - full - 1) * BN
                 some = tl.reduce_or(_bits(bits, token, real, chunk - full - 1, WORDS, BN), 0)
             live = _bit(some, column)  # an entry that no row sees may never have been written
-            key = _entries(k + entry0 * k0, column * k0, live, D, DP)
-            value = _entries(v + entry0 * v0, column * v0, live, D, DP)
-            logit = _logits(query, key, scale, SOFTCAP)
+            key = load_entries(k + entry0 * k0, column * k0, live, D, DP)
+            value = load_entries(v + entry0 * v0, column * v0, live, D, DP)
+            logit = attention_logits(query, key, scale, SOFTCAP)
             if WINDOW > 0:
                 inside = position[:, None] - (chunk * BN + column)[None, :] < WINDOW
                 logit = tl.where(inside | (chunk > full), logit, float("-inf"))
@@ -154,11 +154,11 @@ def _attention(
                 mine = _bits(bits, token, real, tl.maximum(chunk - full - 1, 0), WORDS, BN)
                 mine = tl.where(chunk == full, rest, mine)
                 logit = tl.where(_bit(mine[:, None], column[None, :]), logit, float("-inf"))
-            top, total, acc = _fold(logit, value, top, total, acc)
+            top, total, acc = fold(logit, value, top, total, acc)
 
-        top, acc = _mean(top, total, acc)
+        top, acc = weighted_mean(top, total, acc)
         if PARTS == 1:
-            _write(out, sinks, token0, tile * BM, rows, head, top, acc, GROUP, D, DP, BM)
+            write_rows(out, sinks, token0, tile * BM, rows, head, top, acc, GROUP, D, DP, BM)
         else:
             place, line, dim = tl.program_id(0) * tl.num_programs(1) + head, tl.arange(0, BM), tl.arange(0, DP)
             stats, sums = stats + place * splits * BM, sums + place.to(tl.int64) * splits * BM * D
@@ -170,13 +170,13 @@ def _attention(
                 tl.store(arrived + place, 0)  # reset for the next launch
                 for first in range(0, tl.minimum(rows - tile * BM, BM), LINES):
                     peak, mixed = _join(sums, stats, first, rows - tile * BM, used, D, DP, BM, PARTS, LINES)
-                    _write(out, sinks, token0, tile * BM + first, rows, head, peak, mixed, GROUP, D, DP, LINES)
+                    write_rows(out, sinks, token0, tile * BM + first, rows, head, peak, mixed, GROUP, D, DP, LINES)
     if split == splits - 1:
         _clear(out, jobs, count, all_tokens, head, GROUP, D, DP, JP, BM)
 
 
 @jit
-def _task(jobs, place, count, GROUP: constexpr, JP: constexpr, BM: constexpr):
+def task_at(jobs, place, count, GROUP: constexpr, JP: constexpr, BM: constexpr):
     """Return tile number `place` among the tiles of all jobs, and its job. A tile without a job has no rows."""
     job = tl.arange(0, JP)
     tiles = tl.cdiv((tl.load(jobs + job * 4 + 1, mask=job < count, other=0) * GROUP).to(tl.int32), BM)
@@ -202,7 +202,7 @@ def _bit(word, at):
 
 
 @jit
-def _entries(side, offset, live, D: constexpr, DP: constexpr):
+def load_entries(side, offset, live, D: constexpr, DP: constexpr):
     """Load rows of `side`, with zeros for rows that are not live and beyond the head dimension."""  # [rows, DP]
     dim = tl.arange(0, DP)
     mask = live[:, None] if D == DP else live[:, None] & (dim < D)[None, :]
@@ -210,7 +210,7 @@ def _entries(side, offset, live, D: constexpr, DP: constexpr):
 
 
 @jit
-def _logits(query, key, scale, SOFTCAP: constexpr):
+def attention_logits(query, key, scale, SOFTCAP: constexpr):
     """Return the attention logits in units of log 2."""
     logit = tl.dot(query, tl.trans(key), input_precision="ieee")
     if SOFTCAP > 0:  # tanh without overflow
@@ -221,7 +221,7 @@ def _logits(query, key, scale, SOFTCAP: constexpr):
 
 
 @jit
-def _fold(logit, value, top, total, acc):
+def fold(logit, value, top, total, acc):
     """Add a chunk of entries to the running maximum, sum and weighted values (online softmax)."""
     peak = tl.maximum(top, tl.max(logit, 1))
     shift = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet
@@ -232,7 +232,7 @@ def _fold(logit, value, top, total, acc):
 
 
 @jit
-def _mean(top, total, acc):
+def weighted_mean(top, total, acc):
     """Return the base-2 logarithm of the sum, and the values divided by the sum; zeros for a row that sees nothing."""
     none = total == 0
     total = tl.where(none, 1.0, total)
@@ -260,11 +260,11 @@ def _join(
             weight, fade = tl.exp2(logit - shift), tl.exp2(top - shift)
             total, acc = total * fade + weight, acc * fade[:, None] + part * weight[:, None]
             top = peak
-    return _mean(top, total, acc)
+    return weighted_mean(top, total, acc)
 
 
 @jit
-def _write(
+def write_rows(
     out, sinks, token0, first, rows, head, top, mixed, GROUP: constexpr, D: constexpr, DP: constexpr, LINES: constexpr
 ):
     """Write rows of the output once all their entries are merged."""

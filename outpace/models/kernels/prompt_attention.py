@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.models.kernels.attention import KernelRule, PassVisibility, _entries, _fold, _logits, _mean, _task, _write
+from outpace.models.kernels.attention import (
+    KernelRule,
+    PassVisibility,
+    attention_logits,
+    fold,
+    load_entries,
+    task_at,
+    weighted_mean,
+    write_rows,
+)
 from outpace.models.kernels.triton_runtime import DTYPES, begin, constexpr, early, jit, power, tl
 
 
@@ -62,12 +71,12 @@ def _prompt(
     """Compute the attention of one tile of rows, which are the query heads of consecutive tokens that share a key."""
     head = tl.program_id(1)
     # The last tiles see the most entries, so they run first.
-    tile, token0, rows, base, prefix = _task(jobs, tl.num_programs(0) - 1 - tl.program_id(0), count, GROUP, JP, BM)
+    tile, token0, rows, base, prefix = task_at(jobs, tl.num_programs(0) - 1 - tl.program_id(0), count, GROUP, JP, BM)
     begin(EARLY)
     if tile * BM < rows:
         row, column = tile * BM + tl.arange(0, BM), tl.arange(0, BN)
         real, position = row < rows, prefix + row // GROUP
-        query = _entries(q, (token0 + row // GROUP) * q0 + (head * GROUP + row % GROUP) * q1, real, D, DP)
+        query = load_entries(q, (token0 + row // GROUP) * q0 + (head * GROUP + row % GROUP) * q1, real, D, DP)
         k, v = keys + base * k0 + head.to(tl.int64) * k1, values + base * v0 + head.to(tl.int64) * v1
         first, end = prefix + tile * BM // GROUP, prefix + (tl.minimum(tile * BM + BM, rows) - 1) // GROUP + 1
         low = 0
@@ -79,21 +88,21 @@ def _prompt(
         acc = tl.zeros([BM, DP], tl.float32)
         for at in range(low, full, BN):
             entry = (at + column).to(tl.int64)
-            logit = _logits(query, _rows(k + entry[:, None] * k0, D, DP), scale, SOFTCAP)
+            logit = attention_logits(query, _rows(k + entry[:, None] * k0, D, DP), scale, SOFTCAP)
             if WINDOW > 0:
                 logit = tl.where(position[:, None] - (at + column)[None, :] < WINDOW, logit, float("-inf"))
-            top, total, acc = _fold(logit, _rows(v + entry[:, None] * v0, D, DP), top, total, acc)
+            top, total, acc = fold(logit, _rows(v + entry[:, None] * v0, D, DP), top, total, acc)
         for at in range(full, end, BN):
             entry, live = (at + column).to(tl.int64), at + column < end
-            logit = _logits(query, _entries(k, entry * k0, live, D, DP), scale, SOFTCAP)
+            logit = attention_logits(query, load_entries(k, entry * k0, live, D, DP), scale, SOFTCAP)
             away = position[:, None] - (at + column)[None, :]
             seen = away >= 0
             if WINDOW > 0:
                 seen &= away < WINDOW
             logit = tl.where(seen, logit, float("-inf"))
-            top, total, acc = _fold(logit, _entries(v, entry * v0, live, D, DP), top, total, acc)
-        top, acc = _mean(top, total, acc)
-        _write(out, sinks, token0, tile * BM, rows, head, top, acc, GROUP, D, DP, BM)
+            top, total, acc = fold(logit, load_entries(v, entry * v0, live, D, DP), top, total, acc)
+        top, acc = weighted_mean(top, total, acc)
+        write_rows(out, sinks, token0, tile * BM, rows, head, top, acc, GROUP, D, DP, BM)
 
 
 @jit
