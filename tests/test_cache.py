@@ -471,7 +471,7 @@ NUMBERS = r"room for \d+ tokens of this request, which needs \d+ \([\d.]+ MiB\);
 
 
 def small(rows: int, capacity: int = FIRST_CAPACITY) -> Model:
-    """A model whose cache may hold so many rows of so many tokens."""
+    """A model whose cache may hold this number of slots of this capacity."""
     return wrap(model("llama"), kv_cache_bytes=rows * capacity * TOKEN_BYTES)
 
 

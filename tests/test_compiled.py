@@ -68,6 +68,22 @@ def test_every_method_gives_the_tokens_of_eager_plain_decoding(kind: str, device
         assert kind != "llama" or not quick.lm.eager.stages._known  # windows end within some trees of the others
 
 
+def test_a_cpu_pass_gives_the_same_bits_alone_and_in_a_tree() -> None:
+    lm = shared("llama").lm
+    tokens = [3, 1, 4, 1, 5, 9]
+    tree = Tree.chain(tokens)
+    for i in range(5):
+        tree.add(i, 40 + i)
+    rows = [lm.acquire([]), lm.acquire([])]
+    lm.feed([PROMPTS[2], PROMPTS[2]], rows)
+    at_once = lm.score([tree], rows[:1])[0].logits.all()[: len(tokens)].clone()
+    one_by_one = []
+    for token in tokens:
+        one_by_one.append(lm.score([Tree([token])], rows[1:])[0].logits.all().clone())
+        lm.keep([[0]], rows[1:])
+    assert torch.equal(at_once, torch.cat(one_by_one))
+
+
 def test_weights_that_are_bfloat16_numbers_are_read_as_such_with_the_same_bits() -> None:
     model = tiny_models.MODELS["llama"]().to(torch.bfloat16).float()
     quick = outpace.wrap(model, compile=True).lm

@@ -49,8 +49,6 @@ def test_a_row_has_the_same_bits_in_every_pass_on_every_instruction_set(level: s
 def test_a_pass_gives_the_same_bits_alone_and_in_a_tree_with_any_number_of_threads(kind: str) -> None:
     lm = outpace.wrap(tiny_models.MODELS[kind]().to(torch.float32), compile=True).lm
     assert isinstance(lm.runner, CpuRunner)
-    # One slot for all: a library's products round the rows of a long prompt by their places, so two slots that are
-    # fed together may hold other bits.
     slot = [lm.acquire([])]
     lm.feed([list(range(20, 60))], slot)
     tree = Tree.chain(TOKENS)

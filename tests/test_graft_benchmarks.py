@@ -1,4 +1,4 @@
-"""The benchmarks of graft and via_sd run, on a toy: what they measure is measured by hand."""
+"""The benchmarks of graft and via_sd run, on a toy: what they measure is for people to run."""
 
 from __future__ import annotations
 

@@ -282,6 +282,78 @@ def test_prompts_that_begin_alike_are_computed_once() -> None:
         assert done.tokens == plain.generate(prompt, method="plain", max_tokens=5).tokens
 
 
+class Sharing(Counted):
+    """Runs several prompts in a pass, but none with the token 59."""
+
+    chunk = prompt_tokens = 64
+    shares_prompts = True
+
+    def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        prompts = [segment for segment in segments if segment.layout is None]
+        self.most = max(getattr(self, "most", 0), len(prompts))
+        assert sum(len(segment.pending) for segment in prompts) <= self.chunk
+        if any(59 in segment.pending for segment in prompts):
+            raise ZeroDivisionError("in a pass")
+        return super().forward(segments, taps)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_several_prompts_share_a_pass(running: bool) -> None:
+    lm, plain = Sharing(), Model(ToyLM())
+    model, engine = Model(lm), Engine(lm)
+    prompts = [[(i * j + 3 * i) % 50 for i in range(20 + j)] for j in range(1, 7)] + [[7] * 150]
+    seqs = [model.sequence(Request.from_keywords(p, {"method": "plain", "max_tokens": 8})) for p in prompts]
+    if running:  # then prompts are fed in pieces between its passes
+        engine.submit(model.sequence(Request.from_keywords([1, 2], {"method": "plain", "max_tokens": 40})))
+        engine.step()
+    for seq in seqs:
+        engine.submit(seq)
+    assert list(engine.run())
+    assert lm.most >= 2
+    for seq, prompt in zip(seqs, prompts, strict=True):
+        assert seq.generated == plain.generate(prompt, method="plain", max_tokens=8).tokens
+
+
+class Pieces(Counted):
+    """Says which pieces of prompts ran, and runs one prompt in a pass."""
+
+    prompt_tokens = 24
+
+    def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        prompts = [segment for segment in segments if segment.layout is None]
+        assert len(prompts) <= 1
+        self.starts = [*getattr(self, "starts", []), *(segment.start for segment in prompts)]
+        return super().forward(segments, taps)
+
+
+def test_where_prompts_share_no_passes_they_run_in_the_same_pieces_beside_others() -> None:
+    """Other pieces would round in other ways."""
+    lm = Pieces()
+    model, engine = Model(lm), Engine(lm)
+    prompts = [[5, 6], *([(i * j + 7 * j) % 60 for i in range(60 + 7 * j)] for j in (1, 2, 3))]
+    for prompt in prompts:  # the first one runs while the others are fed
+        engine.submit(model.sequence(Request.from_keywords(prompt, {"method": "plain", "max_tokens": 40})))
+        engine.step()
+    assert list(engine.run())
+    assert len(lm.starts) > 9 and all(start % lm.chunk == 0 for start in lm.starts)
+
+
+def test_a_prompt_that_fails_does_not_fail_those_fed_with_it() -> None:
+    lm, plain = Sharing(), Model(ToyLM())
+    prompts = [[(i * j) % 50 for i in range(20)] for j in (1, 2, 3)]
+    prompts[1][5] = 59
+    model, engine = Model(lm), Engine(lm)
+    seqs = [model.sequence(Request.from_keywords(p, {"method": "plain", "max_tokens": 5})) for p in prompts]
+    for seq in seqs:
+        engine.submit(seq)
+    assert list(engine.run())
+    assert [seq.finish_reason for seq in seqs] == ["length", "error", "length"]
+    assert isinstance(seqs[1].cause, ZeroDivisionError)
+    for i in (0, 2):
+        assert seqs[i].generated == plain.generate(prompts[i], method="plain", max_tokens=5).tokens
+    assert not any(slot.busy for slot in lm.slots)
+
+
 # Layouts that are no trees: a block of a diffusion model, every token of which sees all others.
 
 MASK = 63

@@ -25,7 +25,9 @@ class SlotLM(LM):
     """A model with slots. It has no optional capabilities; a runtime adds them."""
 
     chunk: int = CHUNK
-    shares_prompts: bool = False  # True: prompts of several slots share passes
+    # True: prompts of several slots share passes. Then their bits depend on each other, as a library's products round a
+    # row by its place; False: a prompt runs in the same pieces, whatever other requests there are.
+    shares_prompts: bool = False
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
@@ -134,7 +136,7 @@ class SlotLM(LM):
 
         A text that begins like one of this pass waits for it, because the common part can then be copied.
         """
-        room = self.chunk if limit is None else min(self.chunk, limit)
+        room = self.chunk if limit is None or not self.shares_prompts else min(self.chunk, limit)
         segments = list[Segment]()
         for index, text in texts.items():
             slot = self.slots[index]

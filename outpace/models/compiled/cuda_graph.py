@@ -67,6 +67,7 @@ class GraphRunner(CompiledRunner):
     asynchronous = True
     most_tokens = SIZES[-1]
     prompts = True
+    shares_prompts = True
     usual_batch = packing.MOST_SEGMENTS
 
     def __init__(self, lm: TransformersLM, copies: Bf16Copies | None = None):

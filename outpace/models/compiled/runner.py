@@ -47,6 +47,7 @@ class CompiledRunner(ABC):
     kind = "compiled"
     asynchronous = False
     chunk = CHUNK
+    shares_prompts = False
     usual_batch = 16
     run_ahead: RunAhead | None = None
     graph_memory: Any = None  # memory pool of captured graphs, if there are any

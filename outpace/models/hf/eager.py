@@ -30,6 +30,7 @@ class Runner(Protocol):
     kind: str  # part of the model's identity
     asynchronous: bool
     chunk: int  # prompt tokens per pass
+    shares_prompts: bool  # whether prompts of several slots share passes
     usual_batch: int  # requests at a time, unless the caller says otherwise
     extra_bytes: int  # of weight copies
     drafts: SelfDraft | None
@@ -68,6 +69,7 @@ class EagerRunner:
     kind = "eager"
     asynchronous = False
     chunk = CHUNK
+    shares_prompts = False
     usual_batch = 16
     extra_bytes = 0
     drafts: SelfDraft | None = None

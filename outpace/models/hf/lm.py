@@ -32,7 +32,6 @@ class TransformersLM(SlotLM):
     """A model whose attention goes through `AttentionInterface`: trees, ragged batches, packed passes."""
 
     before = 0  # leading tokens of the text that are not in a slot
-    shares_prompts = True
 
     def __init__(self, model: PreTrainedModel, layers: Seq[int] | None = None, cache_limit: int | None = None):
         super().__init__()
@@ -96,6 +95,10 @@ class TransformersLM(SlotLM):
     @property
     def chunk(self) -> int:  # type: ignore[override]
         return self.runner.chunk
+
+    @property
+    def shares_prompts(self) -> bool:  # type: ignore[override]
+        return self.runner.shares_prompts
 
     @property
     def prompt_tokens(self) -> int:  # type: ignore[override]
