@@ -9,6 +9,7 @@ rounds. A random model's logits are nearly flat, which is the worst case for fil
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -27,24 +28,48 @@ from rich.table import Table
 import outpace
 from outpace.api.model import Model
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "temperature 0.8": {"temperature": 0.8},
-    "top_p 0.95": {"temperature": 0.8, "top_p": 0.95},
-    "top_k 50, top_p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
-    "min_p 0.05": {"temperature": 0.8, "min_p": 0.05},
-    "typical_p 0.9": {"temperature": 0.8, "typical_p": 0.9},
-    "penalties": {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2},
-    "logit_bias": {"temperature": 0.8, "logit_bias": {5: 2.0, 7: -1.0}},
-    "bad words": {"temperature": 0.8, "bad_words": [[3, 4], [9]]},
-    "5 logprobs": {"temperature": 0.8, "logprobs": 5},
-    "grammar": {"temperature": 0.8, "regex": "(.|\\n)*"},
+FILTERS = {"top_p": 0.95, "min_p": 0.01, "typical_p": 0.9}
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+BIAS, BAD_WORDS, GRAMMAR = {5: 2.0, 7: -1.0}, [[3, 4], [9]], "(.|\\n)*"
+EDITS: dict[str, Any] = {**PENALTIES, "logit_bias": BIAS, "bad_words": BAD_WORDS, "regex": GRAMMAR}
+SAMPLED: dict[str, dict[str, Any]] = {
+    "temperature 0.8": {},
+    "top_p 0.95": {"top_p": 0.95},
+    "top_k 50, top_p 0.9": {"top_k": 50, "top_p": 0.9},
+    "top_k 1000": {"top_k": 1000},
+    "min_p 0.05": {"min_p": 0.05},
+    "typical_p 0.9": {"typical_p": 0.9},
+    "three filters": FILTERS,
+    "penalties": PENALTIES,
+    "logit_bias": {"logit_bias": BIAS},
+    "bad words": {"bad_words": BAD_WORDS},
+    "grammar": {"regex": GRAMMAR},
+    "5 logprobs": {"logprobs": 5},
+    "all edits": EDITS,
+    "all, top_k 50": {"top_k": 50, **FILTERS, **EDITS, "logprobs": 5},
+    "all, no top_k": {**FILTERS, **EDITS, "logprobs": 5},
+}
+SETTINGS: dict[str, dict[str, Any]] = {"greedy": {}} | {
+    name: {"temperature": 0.8, **given} for name, given in SAMPLED.items()
 }
 METHODS = ("recycling", "lookahead", "auto")
 
 
 def load(name: str) -> Model:
     return outpace.load(name) if name.endswith(".gguf") else outpace.load(name, dtype="float32")
+
+
+def made_up_tokenizer(vocab: int) -> Any:
+    """A tokenizer of bytes and made-up words, for the grammar."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    made_up = ("".join(word) for size in (2, 3, 4, 5) for word in itertools.product(letters, repeat=size))
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *made_up][:vocab]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def random_torch(vocab: int) -> Model:
@@ -55,7 +80,8 @@ def random_torch(vocab: int) -> Model:
         hidden_size=640, intermediate_size=1920, num_hidden_layers=12, num_attention_heads=10, num_key_value_heads=5,
         vocab_size=vocab, max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
-    return outpace.wrap(LlamaForCausalLM(config).eval(), name=f"random, {vocab} tokens, torch")
+    model = LlamaForCausalLM(config).eval()
+    return outpace.wrap(model, tokenizer=made_up_tokenizer(vocab), name=f"random, {vocab} tokens, torch")
 
 
 def random_gguf(vocab: int, folder: str) -> Model:
@@ -87,7 +113,9 @@ def random_gguf(vocab: int, folder: str) -> Model:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return outpace.load(path)
+    model = outpace.load(path)
+    model.tokenizer = made_up_tokenizer(vocab)
+    return model
 
 
 def prompt_of(turn: int) -> list[int]:
@@ -112,8 +140,7 @@ def speed(model: Model, method: str, tokens: int, turn: int, settings: dict[str,
 
 
 def measure(model: Model, tokens: int, rounds: int) -> dict[tuple[str, str], list[float]]:
-    able = [name for name, given in SETTINGS.items() if model.tokenizer is not None or "regex" not in given]
-    plans = [("plain", name) for name in able]
+    plans = [("plain", name) for name in SETTINGS]
     plans += [(method, name) for method in METHODS for name in ("greedy", "top_p 0.95")]
     found = defaultdict[tuple[str, str], list[float]](list)
     for turn in track(range(rounds + 1), f"{model.name}"):

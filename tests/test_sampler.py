@@ -29,8 +29,6 @@ from transformers import (
 )
 
 from outpace.errors import RequestFailed, UsageError
-from outpace.sampling import native
-from outpace.sampling.logprobs import logprob_of
 from outpace.sampling.noise import WORD, gumbel, keys, mix, uniform, words, words_of
 from outpace.sampling.processors import (
     Banned,
@@ -40,12 +38,11 @@ from outpace.sampling.processors import (
     LogitBias,
     MinTokens,
     RepetitionPenalty,
-    TokenCounts,
+    TokenTable,
     build,
 )
 from outpace.sampling.sampler import Processor, Sampler
 from outpace.sampling.settings import Sampling
-from outpace.sampling.top_k import top_k
 
 ALPHA = 1e-3  # seeds are fixed, so a test that passes once passes always
 VOCAB = 11
@@ -302,7 +299,7 @@ def test_processors_are_pure() -> None:
 @steady
 @given(st.lists(prefixes, min_size=1, max_size=6), st.integers(0, 14))
 def test_counts_of_any_texts_in_a_row_are_those_of_each(texts: list[list[int]], start: int) -> None:
-    known, text = TokenCounts(start), list[int]()
+    known, text = TokenTable(start), list[int]()
     for tokens in texts:
         text = text + tokens if tokens[0] % 3 else tokens  # a longer text, or another one
         found, counts = known.read(text)
@@ -310,13 +307,13 @@ def test_counts_of_any_texts_in_a_row_are_those_of_each(texts: list[list[int]], 
 
 
 def test_counts_have_room_for_many_tokens() -> None:
-    known, text = TokenCounts(), [7 * i % 1009 for i in range(3000)]
+    known, text = TokenTable(), [7 * i % 1009 for i in range(3000)]
     for length in (1, 250, 700, 3000):
         found, counts = known.read(text[:length])
         assert dict(zip(found.tolist(), counts.tolist(), strict=True)) == Counter(text[:length])
 
 
-def test_edits_share_one_copy_of_the_models_logits() -> None:
+def test_edits_leave_the_models_logits_as_they_are() -> None:
     edits = [
         LogitBias({1: 2.0}),
         CustomProcessor(lambda ids, scores: scores * 2),
@@ -512,137 +509,3 @@ def test_sampling_says_what_is_out_of_range(name: str, values: list[float]) -> N
     for value in values:
         with pytest.raises(UsageError, match=f"{name}={value} is out of range"):
             replace(Sampling(), **{name: value})
-
-
-# Compiled code
-
-
-compiled_here = pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
-
-
-def reference(sampler: Sampler, logits: Tensor, position: int) -> int:
-    """The choice by sorting, and by the noise of all tokens."""
-    return int(sampler.noised(sampler.process(logits, [0] * position), position).argmax())
-
-
-def rows(seed: int, vocab: int, scale: float, step: float) -> Tensor:
-    """Logits in float32, some of them -inf; with a `step`, many are equal."""
-    logits = scale * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
-    logits = (logits / step).round() * step if step else logits
-    return logits.masked_fill(torch.arange(vocab) % 7 == seed % 13, -torch.inf)
-
-
-filters = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([0.1, 0.8, 1.0, 1.7]),
-        "top_k": st.sampled_from([0, 0, 1, 2, 40, 256, 257, 5000]),
-        "top_p": st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
-        "min_p": st.sampled_from([0.0, 0.0, 0.001, 0.3, 1.0]),
-        "typical_p": st.sampled_from([1.0, 1.0, 0.95, 0.2]),
-    }
-)
-
-
-@compiled_here
-@given(
-    given_filters=filters,
-    seed=seeds,
-    vocab=st.sampled_from([2, 15, 16, 17, 1023, 1025, 4099]),
-    scale=st.sampled_from([0.0, 0.1, 1.0, 4.0, 30.0]),
-    step=st.sampled_from([0.0, 0.0, 0.25]),
-)
-@settings(derandomize=True, deadline=None, max_examples=400)
-def test_compiled_choices_are_the_samplers(
-    given_filters: dict[str, Any], seed: int, vocab: int, scale: float, step: float
-) -> None:
-    sampler = Sampler(Sampling(seed=seed, **given_filters))
-    logits = rows(seed, vocab, scale, step)
-    for position in (1, 2, 77):
-        found = native.choose(logits, sampler.sampling, sampler.seed, position)
-        assert found in (None, reference(sampler, logits, position))
-        assert sampler.choose(logits, [0] * position) == reference(sampler, logits, position)
-
-
-@compiled_here
-@pytest.mark.parametrize(
-    "given_filters",
-    [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.02}, {"typical_p": 0.9}, {"top_k": 40, "top_p": 0.9}],
-)
-@pytest.mark.parametrize("scale", [0.5, 3.0])
-def test_compiled_code_is_nearly_always_certain(given_filters: dict[str, Any], scale: float) -> None:
-    certain = 0
-    for seed in range(50):
-        sampler = Sampler(Sampling(seed=seed, temperature=0.8, **given_filters))
-        logits = scale * torch.randn(20_000, generator=torch.Generator().manual_seed(seed))
-        found = native.choose(logits, sampler.sampling, sampler.seed, 5)
-        assert found in (None, reference(sampler, logits, 5))
-        certain += found is not None
-    assert certain >= 47
-
-
-@compiled_here
-def test_what_compiled_code_cannot_read_is_chosen_by_the_sampler() -> None:
-    sampler, logits = Sampler(Sampling(temperature=0.8)), random_logits(3).float()
-    for other in (logits.double(), torch.stack([logits, logits], dim=1)[:, 0]):
-        assert native.choose(other, sampler.sampling, sampler.seed, 4) is None
-        assert sampler.choose(other, [0] * 4) == reference(sampler, logits, 4)
-
-
-@given(
-    seed=seeds,
-    vocab=st.sampled_from([1, 7, 16, 1025, 4099]),
-    scale=st.sampled_from([0.0, 1.0, 30.0, 3000.0]),
-    step=st.sampled_from([0.0, 0.25]),
-    masked=st.booleans(),
-)
-@steady
-def test_log_probabilities_are_those_of_a_softmax_in_float64(
-    seed: int, vocab: int, scale: float, step: float, masked: bool
-) -> None:
-    own = torch.Generator().manual_seed(seed)
-    logits = rows(seed, vocab, scale, step) if masked and vocab > 7 else scale * torch.randn(vocab, generator=own)
-    logs, token = logits.double().log_softmax(-1), seed % vocab
-    for given_logits in (logits, logits.double()):  # compiled code reads float32
-        found = logprob_of(token, given_logits, 5)
-        assert logprob_of(token, given_logits, 0) == replace(found, top={})
-        assert found.logprob == pytest.approx(logs[token].item(), rel=1e-12, abs=1e-12)
-        assert found.entropy == pytest.approx(torch.special.entr(logs.exp()).sum().item(), rel=1e-9, abs=1e-11)
-        assert list(found.top.values()) == pytest.approx(logs.topk(min(5, vocab)).values.tolist(), rel=1e-12, abs=1e-12)
-        assert all(value == pytest.approx(logs[i].item(), rel=1e-12, abs=1e-12) for i, value in found.top.items())
-
-
-@compiled_here
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_log_probabilities_of_what_is_not_finite_are_left_to_torch(bad: float) -> None:
-    logits = torch.randn(40).index_fill_(0, torch.tensor(20), bad)
-    assert native.log_sum(logits) is None and native.log_sum(torch.full((40,), -math.inf)) is None
-
-
-def test_without_a_compiler_choices_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, logits = Sampler(Sampling(temperature=0.8, top_p=0.9)), rows(1, 500, 2.0, 0.0)
-    expected = [sampler.choose(logits, [0] * position) for position in range(1, 30)]
-    monkeypatch.setattr(native, "library", lambda: None)
-    assert [sampler.choose(logits, [0] * position) for position in range(1, 30)] == expected
-
-
-@compiled_here
-@given(seed=seeds, vocab=st.sampled_from([8, 15, 16, 33, 5000]), k=st.integers(0, 8), step=st.sampled_from([0.0, 0.5]))
-@steady
-def test_compiled_top_k(seed: int, vocab: int, k: int, step: float) -> None:
-    logits = torch.stack([rows(seed + i, vocab, 3.0, step) for i in range(3)])
-    found = native.top_k(logits, k)
-    assert found is not None
-    assert logits.gather(1, found).equal(logits.topk(k).values)
-    if not step:
-        alive = logits.topk(k).values > -torch.inf
-        assert found[alive].equal(logits.topk(k).indices[alive])
-
-
-@given(st.integers(0, 99), st.sampled_from([2048, 2100, 5000]), st.integers(1, 8))
-@steady
-def test_top_k_with_and_without_a_compiler(seed: int, vocab: int, k: int) -> None:
-    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(top_k(logits, k), logits.topk(k).indices)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "library", lambda: None)
-        assert torch.equal(top_k(logits, k), logits.topk(k).indices)

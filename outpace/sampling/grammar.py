@@ -12,18 +12,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outpace.errors import RequestFailed, UsageError
+from outpace.sampling.edits import Array, Edit, EditKind
 from outpace.sampling.sampler import LogitEdit
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
-
-# For each byte of a bit mask: the most that the logits of its eight tokens may be.
-MOST = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(np.inf), np.float32(-np.inf))
 
 
 class GrammarCompiler:
@@ -61,6 +57,13 @@ class GrammarCompiler:
             raise UsageError(f"{names[0]} is not valid: {_message(matcher)}")
         return Grammar(matcher, index.eos_tokens, start)
 
+    def term(self, text: str) -> str:
+        """Return a text as a term of a Lark grammar; llguidance takes some tokens for no text, and knows them by id."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) == 1 and self._index.is_special_token(tokens[0]):
+            return f"<[{tokens[0]}]>"
+        return json.dumps(text)
+
     @cached_property
     def _index(self) -> LLTokenizer:
         try:
@@ -93,18 +96,18 @@ class Grammar(LogitEdit):
         self._stops = frozenset(stops)
         self._start = start
 
-    def edit(self, prefix: list[int], logits: Tensor) -> None:
-        if self._sync(prefix[self._start :]):
-            allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)  # one bit per token
-            self._check()
-            most = torch.from_numpy(MOST[allowed].reshape(-1)[: logits.numel()])  # [known tokens]
-            known = logits[: len(most)]
-            torch.minimum(known, most.to(logits), out=known)
-            logits[len(most) :] = -torch.inf
-        else:
-            stops = [token for token in self._stops if token < logits.numel()]
-            kept = logits[stops]
-            logits.fill_(-torch.inf)[stops] = kept
+    def edit(self, prefix: list[int]) -> Edit:
+        if not self._sync(prefix[self._start :]):
+            return Edit(EditKind.KEEP, self._only_stops)
+        allowed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        return Edit(EditKind.KEEP, allowed)
+
+    @cached_property
+    def _only_stops(self) -> Array:
+        bits = np.zeros(max(self._stops, default=0) + 1, dtype=bool)
+        bits[[*self._stops]] = True
+        return np.packbits(bits, bitorder="little")
 
     def _sync(self, output: list[int]) -> bool:
         """Move the matcher to the end of `output`; return False if `output` violates the grammar."""

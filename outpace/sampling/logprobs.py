@@ -10,6 +10,8 @@ from torch import Tensor
 from outpace.sampling import native
 from outpace.sampling.top_k import top_k
 
+MOST_ON_DEVICE = 64  # likeliest tokens that a GPU reports with a choice; for more, the host reads the logits
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -24,13 +26,10 @@ class Logprob:
 
 def logprob_of(token: int, logits: Tensor, count: int) -> Logprob:  # [vocab]
     """Return the log-probability of a token under softmax(logits), in float64, and the likeliest `count` tokens."""
-    found = native.log_sum(logits)
+    found = native.logprobs(logits, token, min(count, len(logits)))
+    if found is not None:
+        return Logprob(token, found.own, dict(zip(found.tokens, found.tops, strict=True)), found.entropy)
     best = top_k(logits[None], min(count, len(logits)))[0]  # [count]
-    if found is None:
-        logs = logits.double().log_softmax(-1)  # [vocab]
-        own, tops = logs[token].item(), logs[best].tolist()
-        entropy = torch.special.entr(logs.exp()).sum().item()
-    else:
-        largest, log_sum, entropy = found
-        own, *tops = [logit - largest - log_sum for logit in logits[[token, *best.tolist()]].tolist()]
-    return Logprob(token, own, dict(zip(best.tolist(), tops, strict=True)), entropy)
+    logs = logits.double().log_softmax(-1)  # [vocab]
+    tops = dict(zip(best.tolist(), logs[best].tolist(), strict=True))
+    return Logprob(token, logs[token].item(), tops, torch.special.entr(logs.exp()).sum().item())

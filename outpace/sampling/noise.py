@@ -28,8 +28,8 @@ def mix(x: Words) -> Words:
 
 def keys(seed: int, *counters: int) -> tuple[int, int]:
     """Return two 32-bit words that depend on all 64 bits of `seed` and on each counter."""
-    a, b = 0x9E3779B9, 0x7F4A7C15
-    for word in (seed & WORD, (seed >> 32) & WORD, *counters):
+    a, b = _start(seed)
+    for word in counters:
         a, b = _absorb(a, b, word)
     return a, b
 
@@ -50,7 +50,10 @@ def words(seed: int, positions: Tensor, salt: int = 0) -> Tensor:
 
 @lru_cache(maxsize=4096)  # every pass of a request needs the words of its seed
 def _start(seed: int) -> tuple[int, int]:
-    return keys(seed)
+    a, b = 0x9E3779B9, 0x7F4A7C15
+    for word in (seed & WORD, (seed >> 32) & WORD):
+        a, b = _absorb(a, b, word)
+    return a, b
 
 
 def words_of(seeds: Sequence[int], positions: Array) -> Array:

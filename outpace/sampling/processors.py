@@ -5,7 +5,7 @@ What a processor keeps is only a cache: of the text that it saw last, which usua
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,49 +14,60 @@ import torch
 from torch import Tensor
 
 from outpace.errors import UsageError
+from outpace.sampling.edits import Array, Edit, EditKind
 from outpace.sampling.sampler import LogitEdit, Processor
 from outpace.sampling.settings import Sampling
 
 
-class TokenCounts:
-    """How often each token occurs in a text from `start` on. A longer text only adds what is new."""
+class TokenTable:
+    """The tokens of a text from `start` on, each once, with a value that depends on how often each occurs.
 
-    def __init__(self, start: int = 0) -> None:
-        self._start = start
+    A longer text only adds what is new.
+    """
+
+    def __init__(self, start: int = 0, value: Callable[[int], float] = float) -> None:
+        self._start, self._value = start, value
         self._forget()
 
     def _forget(self) -> None:
         self._text: list[int] = []
         self._places: dict[int, int] = {}
-        self._tokens, self._counts = np.zeros(256, dtype=np.int64), np.zeros(256)  # with room for more
+        self._counts: list[int] = []
+        self._tokens, self._values = np.zeros(256, dtype=np.int64), np.zeros(256)  # with room for more
 
-    def read(self, text: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the tokens of this text, each once, and their counts in float64."""  # [n], [n]
+    def read(self, text: list[int]) -> tuple[Array, Array]:
+        """Return the tokens of this text and their values in float64."""  # [n], [n]
         if text[: len(self._text)] != self._text:
             self._forget()
         for token in text[max(len(self._text), self._start) :]:
-            place = self._places.setdefault(token, len(self._places))
-            if place == len(self._tokens):
-                self._tokens = np.concatenate([self._tokens, self._tokens])
-                self._counts = np.concatenate([self._counts, np.zeros(place)])
-            self._tokens[place] = token
+            place = self._places.setdefault(token, len(self._counts))
+            if place == len(self._counts):
+                self._add(token)
             self._counts[place] += 1
+            self._values[place] = self._value(self._counts[place])
         self._text += text[len(self._text) :]
-        n = len(self._places)
-        return torch.from_numpy(self._tokens[:n]), torch.from_numpy(self._counts[:n])
+        n = len(self._counts)
+        return self._tokens[:n], self._values[:n]
+
+    def _add(self, token: int) -> None:
+        place = len(self._counts)
+        if place == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, self._tokens])
+            self._values = np.concatenate([self._values, self._values])
+        self._tokens[place] = token
+        self._counts.append(0)
 
 
 @dataclass(frozen=True)
 class LogitBias(LogitEdit):
     bias: dict[int, float]
 
-    def edit(self, prefix: list[int], logits: Tensor) -> None:
-        index, values = self._tensors
-        logits.index_add_(0, index.to(logits.device), values.to(logits))
+    def edit(self, prefix: list[int]) -> Edit:
+        return self._edit
 
     @cached_property
-    def _tensors(self) -> tuple[Tensor, Tensor]:
-        return torch.tensor(list(self.bias)), torch.tensor(list(self.bias.values()), dtype=torch.float64)
+    def _edit(self) -> Edit:
+        return Edit(EditKind.ADD, np.array(list(self.bias), dtype=np.int64), np.array(list(self.bias.values())))
 
 
 @dataclass(frozen=True)
@@ -65,14 +76,16 @@ class RepetitionPenalty(LogitEdit):
 
     penalty: float
 
-    def edit(self, prefix: list[int], logits: Tensor) -> None:
-        seen = self._known.read(prefix)[0].to(logits.device)
-        values = logits[seen]
-        logits.index_copy_(0, seen, torch.where(values < 0, values * self.penalty, values / self.penalty))
+    def edit(self, prefix: list[int]) -> Edit:
+        return Edit(EditKind.PENALIZE, self._known.read(prefix)[0], self._penalty)
 
     @cached_property
-    def _known(self) -> TokenCounts:
-        return TokenCounts()
+    def _known(self) -> TokenTable:
+        return TokenTable()
+
+    @cached_property
+    def _penalty(self) -> Array:
+        return np.array([self.penalty])
 
 
 @dataclass(frozen=True)
@@ -83,14 +96,12 @@ class CountPenalty(LogitEdit):
     frequency: float
     start: int  # index at which the output begins
 
-    def edit(self, prefix: list[int], logits: Tensor) -> None:
-        index, counts = self._known.read(prefix)
-        costs = self.presence + self.frequency * counts  # [n], float64
-        logits.index_add_(0, index.to(logits.device), -costs.to(logits))
+    def edit(self, prefix: list[int]) -> Edit:
+        return Edit(EditKind.ADD, *self._known.read(prefix))
 
     @cached_property
-    def _known(self) -> TokenCounts:
-        return TokenCounts(self.start)
+    def _known(self) -> TokenTable:
+        return TokenTable(self.start, lambda count: -(self.presence + self.frequency * count))
 
 
 @dataclass(frozen=True)
@@ -101,9 +112,8 @@ class MinTokens(LogitEdit):
     start: int
     stops: tuple[int, ...]
 
-    def edit(self, prefix: list[int], logits: Tensor) -> None:
-        if len(prefix) - self.start < self.count:
-            _forbid(self.stops, logits)
+    def edit(self, prefix: list[int]) -> Edit:
+        return _forbid(self.stops if len(prefix) - self.start < self.count else ())
 
 
 @dataclass(frozen=True)
@@ -112,13 +122,12 @@ class Banned(LogitEdit):
 
     sequences: tuple[tuple[int, ...], ...]
 
-    def edit(self, prefix: list[int], logits: Tensor) -> None:
-        _forbid([s[-1] for s in self.sequences if len(s) == 1 or tuple(prefix[1 - len(s) :]) == s[:-1]], logits)
+    def edit(self, prefix: list[int]) -> Edit:
+        return _forbid({s[-1] for s in self.sequences if len(s) == 1 or tuple(prefix[1 - len(s) :]) == s[:-1]})
 
 
-def _forbid(tokens: Sequence[int], logits: Tensor) -> None:
-    if tokens:
-        logits.index_fill_(0, torch.tensor(tokens, device=logits.device), -torch.inf)
+def _forbid(tokens: Iterable[int]) -> Edit:
+    return Edit(EditKind.FORBID, np.array([*tokens], dtype=np.int64))
 
 
 @dataclass(frozen=True)

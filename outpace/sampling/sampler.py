@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outpace.errors import RequestFailed
 from outpace.sampling import native
+from outpace.sampling.edits import Edit
 from outpace.sampling.noise import uniform
 from outpace.sampling.noise_rule import GUMBEL, RULES, GumbelRule, NoiseRule
 from outpace.sampling.settings import Sampling
@@ -29,26 +30,31 @@ class Processor(Protocol):
 
 
 class LogitEdit(ABC):
-    """A processor that changes a few logits where they are, so that several of them need one copy of the row."""
+    """A processor whose change is an `Edit`, which compiled code makes together with the choice."""
 
     @abstractmethod
-    def edit(self, prefix: list[int], logits: Tensor) -> None:  # [vocab]
-        """Change the logits of the token after `prefix` in place."""
+    def edit(self, prefix: list[int]) -> Edit:
+        """Return the change of the logits of the token after `prefix`."""
 
     def __call__(self, prefix: list[int], logits: Tensor) -> Tensor:  # [vocab] -> [vocab]
         logits = logits.clone()
-        self.edit(prefix, logits)
+        self.edit(prefix).apply(logits)
         return logits
 
 
 @dataclass(frozen=True)
 class Pick:
-    """A choice that depends on no prefix, so a model can make it on its device for all nodes of a tree at once."""
+    """A choice that a model can make on its device, at every node of a tree unless it has edits.
+
+    Edits depend on the text before the choice. Only a model with `late_choices` is given them, and log-probabilities.
+    """
 
     seed: int
     temperature: float  # 0 is greedy
     filters: tuple[Filter, ...] = ()
     rule: str = GUMBEL  # name of the noise rule; a model that does not support it leaves the choice to the host
+    edits: tuple[LogitEdit, ...] = ()
+    logprobs: int | None = None  # number of likeliest tokens to report with the choice; None reports nothing
 
 
 class Sampler:
@@ -58,6 +64,10 @@ class Sampler:
         self.sampling = sampling
         self.rule = rule
         self.processors = tuple(processors)
+        others = [i for i, process in enumerate(self.processors) if not isinstance(process, LogitEdit)]
+        first = others[-1] + 1 if others else 0
+        self._whole = self.processors[:first]  # they need the row
+        self._edits = tuple(process for process in self.processors[first:] if isinstance(process, LogitEdit))
         self.seed = sampling.seed if stream == 0 else sampling.seed ^ (stream * 0x9E3779B97F4A7C15)
         self.filters = _filters(sampling)
         self._rule: NoiseRule = RULES[rule]()
@@ -75,33 +85,39 @@ class Sampler:
     @property
     def pick(self) -> Pick | None:
         """The choice as a `Pick`, or None if it depends on the prefix."""
-        if self.processors:
+        return None if self.processors else self.edited_pick
+
+    @property
+    def edited_pick(self) -> Pick | None:
+        """The choice as a `Pick` with its edits, or None if a processor is not an edit."""
+        if self._whole:
             return None
-        return Pick(self.seed, self.sampling.temperature, () if self.greedy else self.filters, self.rule)
+        return Pick(self.seed, self.sampling.temperature, () if self.greedy else self.filters, self.rule, self._edits)
 
     def process(self, logits: Tensor, prefix: list[int]) -> Tensor:
         """Return the final logits of the token after `prefix`; excluded tokens have -inf."""
         # [vocab] -> [vocab]
-        return self._filtered(self._processed(logits, prefix))
+        return self._finished(self._started(logits, prefix), prefix)
 
-    def _processed(self, logits: Tensor, prefix: list[int]) -> Tensor:  # [vocab] -> [vocab]
-        """Logits after the processors, before the temperature and the filters."""
+    def _started(self, logits: Tensor, prefix: list[int]) -> Tensor:  # [vocab] -> [vocab]
+        """Logits after the processors up to the last that is no edit."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if not math.isfinite(logits.max()):
+        if self._whole and not math.isfinite(logits.max()):
             raise RequestFailed(f"the model returned non-finite logits at position {len(prefix)}")
-        owned = False  # True: the logits are a copy of our own, which may be changed
-        for process in self.processors:
-            if isinstance(process, LogitEdit):
-                logits, owned = logits if owned else logits.clone(), True
-                process.edit(prefix, logits)
-            else:
-                logits, owned = process(prefix, logits), False
+        return _edited(self._whole, logits, prefix)
+
+    def _finished(self, logits: Tensor, prefix: list[int]) -> Tensor:  # [vocab] -> [vocab]
+        """Logits after the rest of the processors, the temperature and the filters."""
+        where = f"at position {len(prefix)}"
+        if not self._whole and not math.isfinite(logits.max()):
+            raise RequestFailed(f"the model returned non-finite logits {where}")
+        logits = _edited(self._edits, logits, prefix)
         best = float(logits.max()) if self.processors else 0.0
         if best == -math.inf:
-            raise RequestFailed(f"no token is allowed at position {len(prefix)}: the constraints exclude all of them")
+            raise RequestFailed(f"no token is allowed {where}: the constraints exclude all of them")
         if not math.isfinite(best):
-            raise RequestFailed(f"a processor returned non-finite logits at position {len(prefix)}")
-        return logits
+            raise RequestFailed(f"a processor returned non-finite logits {where}")
+        return self._filtered(logits)
 
     def process_batch(self, logits: Tensor, prefixes: Sequence[list[int]]) -> Tensor:
         """Run `process` for several prefixes, in one call unless there are processors."""  # [n, vocab] -> [n, vocab]
@@ -122,20 +138,18 @@ class Sampler:
 
     def choose(self, logits: Tensor, prefix: list[int]) -> int:
         """Return the chosen token after `prefix`."""
-        if self.processors:
-            logits = self._processed(logits, prefix)
-        found = self._chosen(logits, len(prefix))
-        if found is not None:
-            return found
-        processed = self._filtered(logits) if self.processors else self.process(logits, prefix)
-        return int(self.noised(processed, len(prefix)).argmax())
+        logits = self._started(logits, prefix)
+        found = self._compiled(logits, prefix)
+        if found is None:
+            found = int(self.noised(self._finished(logits, prefix), len(prefix)).argmax())
+        return found
 
-    def _chosen(self, logits: Tensor, position: int) -> int | None:
+    def _compiled(self, logits: Tensor, prefix: list[int]) -> int | None:
         """Return the same choice by compiled code, or None where that code is not certain."""
-        if self.greedy or self.rule != GUMBEL:
+        if (self.rule != GUMBEL and not self.greedy) or not native.readable(logits):
             return None
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return native.choose(logits, self.sampling, self.seed, position)
+        edits = [process.edit(prefix) for process in self._edits]
+        return native.choose(logits, self.sampling, self.seed, len(prefix), edits)
 
     def noised(self, processed: Tensor, position: int, salt: int = 0) -> Tensor:
         """Return the scores that rank tokens at a position: the highest is the sample. Greedy decoding adds no noise.
@@ -160,6 +174,17 @@ class Sampler:
 
     def uniform(self, *counters: int) -> float:
         return uniform(self.seed, *counters)
+
+
+def _edited(processors: Sequence[Processor], logits: Tensor, prefix: list[int]) -> Tensor:  # [vocab] -> [vocab]
+    owned = False  # True: the logits are a copy of our own, which may be changed
+    for process in processors:
+        if isinstance(process, LogitEdit):
+            logits, owned = logits if owned else logits.clone(), True
+            process.edit(prefix).apply(logits)
+        else:
+            logits, owned = process(prefix, logits), False
+    return logits
 
 
 # Filters on the logits of one position or many, in Transformers' order and with its rules, but tokens with equal logits

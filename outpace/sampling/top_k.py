@@ -10,6 +10,15 @@ from outpace.sampling import native
 BLOCK = 256  # tokens
 
 
+def likeliest(logits: Tensor) -> native.Best:  # [nodes, vocab] or [vocab]
+    """Return the likeliest token of each row, and its logit, which is not finite where the row is not."""
+    found = native.largest(logits)
+    if found is not None:
+        return found
+    best = logits.view(-1, logits.shape[-1]).max(-1)
+    return native.Best(best.indices.tolist(), best.values.tolist())
+
+
 def top_k(logits: Tensor, k: int) -> Tensor:  # [nodes, vocab] -> [nodes, k]
     """Return the k best tokens of each row in order."""
     if logits.is_cuda or logits.shape[-1] < k * BLOCK:
