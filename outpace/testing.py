@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outpace.core.lm import LM, Embeddings, MemoryNeed, Reference
+from outpace.core.lm import LM, Reference
 from outpace.core.tree import Tree
 from outpace.models.cacheless import CachelessLM
 from outpace.models.early_exit import EarlyExitLM
+from outpace.models.embeddings import Embeddings
 from outpace.models.segment import Segment, SegmentOutput
 
 VOCAB = 64
@@ -124,12 +125,14 @@ class ToyLayers:
 class ToyStates:
     """The hidden states of a toy model."""
 
+    captures = False
+
     def __init__(self, lm: ToyLM):
         self.lm = lm
         self.embeddings: Embeddings | None = Embeddings(lm.embed, lm.head.T)
 
-    def read(self, slot: int) -> Tensor | None:  # [tokens, taps]
-        return self.lm.hidden_states(self.lm.slots[slot])
+    def read(self, slot: int, first: int = 0) -> Tensor | None:  # [tokens - first, taps]
+        return self.lm.slots[slot].hidden.since(first)
 
     def attach(self, head: Any) -> LM:
         from outpace.models.hf.head_lm import HeadLM
@@ -150,7 +153,7 @@ class ToyWeights:
         self.lm.clear()
         self.version += 1
 
-    def memory(self, tokens: int) -> MemoryNeed | None:
+    def memory(self, tokens: int, requests: int = 1) -> None:
         return None
 
 

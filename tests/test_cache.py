@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence as Seq
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 from typing import Any
 
@@ -28,9 +28,10 @@ from transformers import (
 
 from outpace import Completion, Model, RequestFailed, wrap
 from outpace.core.tree import Tree
-from outpace.errors import CacheFull, UsageError
+from outpace.errors import UsageError
 from outpace.models.adapt import adapt
-from outpace.models.hf.cache import FIRST_CAPACITY, GRAIN, SCRAP, CacheShape, PooledCache
+from outpace.models.cache.group import FIRST_CAPACITY, GRAIN
+from outpace.models.cache.pool import SCRAP, CacheShape, PoolGroup
 from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.snapshot import SnapshotLM
 from outpace.models.slots import CHUNK, MAX_DEFERRED, SlotLM
@@ -597,42 +598,94 @@ class Pages:
             raise torch.OutOfMemoryError("no pages left")
         self.entries = max(self.entries, entries)
 
+    def shrink(self, entries: int) -> None:
+        self.entries = entries
 
+
+class Pool:
+    """A pool beside what its slots ought to hold: entry `e` of slot `s` is 1000 s + e."""
+
+    def __init__(self, pages: int | None, window: int | None):
+        shape = CacheShape(2, 1, 4, torch.float32)
+        self.pages, self.group = pages, PoolGroup([3, 5], window, shape, torch.device("cpu"), None)
+        if pages is not None:
+            self.group.memory = Pages(shape, pages)  # type: ignore[assignment]
+            self.group.pool = self.group.memory.tensor  # type: ignore[union-attr]
+            self.group.sides = self.group._sides()
+        self.held: dict[int, int] = {}
+        self.known = self.group.generation, self.group.size
+
+    def extend(self, slot: int, count: int) -> None:
+        group, start = self.group, self.held.get(slot, 0)
+        want = group.want(slot, start, start + count)
+        try:
+            if want is not None:
+                group.place(slot, want, None)
+        except torch.OutOfMemoryError:
+            assert want is not None and self.pages is not None
+            assert group.others(slot) + want.least > self.pages - GRAIN  # only where it does not fit
+            return
+        self.held[slot] = start + count
+        first = group.spans[slot].first
+        for layer, sign in product(range(2), (1, -1)):
+            new = sign * (1000.0 * slot + torch.arange(start, start + count) + layer / 2)
+            group.views(layer, slot)[sign < 0][:, start - first : start + count - first] = new[None, :, None]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        want = self.group.copied(source, target, length)
+        try:
+            if not self.group.covers(target, want):
+                self.group.place(target, want, None)
+        except torch.OutOfMemoryError:
+            assert self.pages is not None
+            return
+        self.group.transfer(source, target, want.first, want.least)
+        for keys in self.group.sides:
+            for sign, side in zip((1, -1), keys, strict=True):  # the copy, renamed
+                at = self.group.origin(target) + want.first
+                side[at : at + want.least] -= sign * 1000.0 * (source - target)
+        self.held[target] = length
+
+    def check(self) -> None:
+        group = self.group
+        assert group.generation > self.known[0] or group.size == self.known[1]  # graphs are captured again
+        self.known = group.generation, group.size
+        assert group.spans.keys() == group.bases.keys() == self.held.keys()
+        for slot, count in self.held.items():
+            span = group.spans[slot]
+            first = group.reach(count)
+            assert span.first <= first and count <= span.end
+            assert group.window is None or span.size <= group.most + 700 + GRAIN  # type: ignore[operator]
+            for layer, sign in product(range(2), (1, -1)):
+                found = group.views(layer, slot)[sign < 0]
+                assert found.shape[1] == span.size
+                wanted = sign * (1000.0 * slot + torch.arange(first, count) + layer / 2)
+                assert (found[0, first - span.first : count - span.first] == wanted[:, None]).all()
+        taken = sorted(group.region(slot) for slot in self.held)
+        assert all(a.end <= b.base for a, b in pairwise(taken))
+        assert not taken or (taken[0].base >= SCRAP and taken[-1].end <= group.size)
+
+
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("pages", [None, 1500, 4000])
 @settings(max_examples=60, deadline=None)
-@given(work=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 700)), max_size=14))
-def test_a_pool_that_grows_keeps_what_its_slots_hold(pages: int | None, work: list[tuple[int, int]]) -> None:
-    shape = CacheShape(2, 1, 4, torch.float32)
-    pool = PooledCache(shape, torch.device("cpu"))
-    if pages is not None:
-        pool.memory = Pages(shape, pages)  # type: ignore[assignment]
-        pool.pool, at = pool.memory.tensor, pool.memory.whole.data_ptr()  # type: ignore[attr-defined]
-    held: dict[int, int] = {}
-    known = pool.generation, pool.size
-    for slot, length in work:
-        if not length:
-            pool.forget(slot)
-            held.pop(slot, None)
-            continue
-        try:
-            pool.reserve(slot, length)
-        except CacheFull as error:
-            assert pages is not None and error.slot == slot
-            others = sum(region.size for other, region in pool.regions.items() if other != slot)
-            assert SCRAP + others + length > pages - GRAIN  # only where it does not fit
-            continue
-        held[slot] = max(length, held.get(slot, 0))
-        assert pool.generation > known[0] or pool.size == known[1]  # graphs are captured again
-        known = pool.generation, pool.size
-        for layer in range(2):
-            pool.keys[layer][slot][:, : held[slot]] = 10 * slot + layer
-            pool.values[layer][slot][:, : held[slot]] = -10 * slot - layer
-        for other, count in held.items():
-            for layer in range(2):
-                assert pool.keys[layer][other].shape[1] == pool.capacity[other] >= count
-                assert (pool.keys[layer][other][:, :count] == 10 * other + layer).all()
-                assert (pool.values[layer][other][:, :count] == -10 * other - layer).all()
-        taken = sorted(pool.regions.values())
-        assert all(a.end <= b.base for a, b in pairwise(taken)) and taken[0].base >= SCRAP
-        assert taken[-1].end <= pool.size
-    assert pages is None or pool.pool.data_ptr() == at
+@given(work=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 700)), max_size=24))
+def test_a_pool_that_grows_keeps_what_its_slots_hold(
+    pages: int | None, window: int | None, work: list[tuple[int, int]]
+) -> None:
+    pool = Pool(pages, window)
+    at = pool.group.pool.data_ptr()
+    for slot, count in work:
+        if count == 0:
+            pool.group.forget(slot)
+            pool.held.pop(slot, None)
+        elif count == 1:
+            assert pool.group.trim() == (pool.known[1] > pool.group.used)
+        elif count < 20 and slot + 1 in pool.held:  # of the other slot, what it can be cut back to
+            length = max(pool.held[slot + 1] - count, 0)
+            if pool.group.reaches(slot + 1, length):
+                pool.copy(slot + 1, slot, length)
+        else:
+            pool.extend(slot, count)
+        pool.check()
+    assert pages is None or pool.group.pool.data_ptr() == at

@@ -42,7 +42,7 @@ TOKENS = 12
 METHODS = [name for name in LOSSLESS if name not in DEEP]
 SMALL = {
     "draft": {"depth": 3},
-    "lookahead": {"window": 2, "guesses": 2},
+    "lookahead": {"window": 2, "guesses": 2, "price": 0.0},
     "recycling": {"nodes": 8},
     "graft": {"nodes": 8, "inner": "recycling:nodes=8"},
 }
@@ -318,7 +318,7 @@ def test_auto_does_without_those_that_look_at_every_logit(model: Model, monkeypa
     monkeypatch.setattr(Runtime, "logits", None)  # who looked would call it
     method = registry.method("auto")
     assert model.generate(TEXTS[2], method=method, max_tokens=TOKENS).tokens
-    assert [part.name for part in method._parts] == ["suffix"]  # type: ignore[attr-defined]
+    assert [part.name for part in method._parts] == ["prediction", "suffix"]  # type: ignore[attr-defined]
 
 
 def test_text_is_split_as_the_model_learnt_it(model: Model, file: File, smollm2: Model) -> None:
@@ -401,6 +401,7 @@ def test_logits_in_place_are_those_that_llama_cpp_hands_out(file: File) -> None:
         for i, entry in enumerate(entries):
             if entry.wanted and i % 5 < 3:
                 assert torch.equal(runtime.logits(i), listed(runtime, i))
+                assert torch.equal(runtime.peek(i), listed(runtime, i))
                 assert runtime.greedy(i) == int(listed(runtime, i).argmax())
                 assert runtime.top_k(i, 4)[0].equal(listed(runtime, i).topk(4).indices)
     assert runtime._raw._field and not runtime._raw._left

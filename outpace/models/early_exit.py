@@ -49,8 +49,10 @@ class EarlyExitLM(LM):
     def release(self, slot: int) -> None:
         self.whole.release(slot)
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
-        return self.whole.feed(tokens, slots, limit)
+    def feed(
+        self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None, defer: bool = False
+    ) -> list[bool]:
+        return self.whole.feed(tokens, slots, limit, defer)
 
     def score(
         self, layouts: Seq[Layout], slots: Seq[int], since: Seq[int] | None = None, picks: Picks = None

@@ -124,6 +124,7 @@ class GrowingTensor:
         self.part_bytes = most * self.entry_bytes
         self.range = AddressRange(self.parts * self.part_bytes, device)
         self.entries = 0
+        self._steps: list[int] = []  # the entries before each mapping
         self._map(self.step)  # PyTorch asks on which device the first address is
         self._all, self._axis = _tensor(self.range, (*parts, most, *entry), dtype, device), len(parts)
         self._all.narrow(self._axis, 0, self.entries).zero_()
@@ -139,6 +140,13 @@ class GrowingTensor:
             self._map(-(-entries // self.step) * self.step)
             self._all.narrow(self._axis, before, self.entries - before).zero_()
 
+    def shrink(self, entries: int) -> None:
+        """Give memory back, as it was added, but keep at least this many entries."""
+        torch.cuda.synchronize()  # a pass may still read it
+        while len(self._steps) > 1 and self._steps[-1] >= entries:
+            self.range.unmap_last(self.parts)
+            self.entries = self._steps.pop()
+
     def _map(self, entries: int) -> None:
         offset, size = self.entries * self.entry_bytes, (entries - self.entries) * self.entry_bytes
         mapped = len(self.range.pages)
@@ -148,6 +156,7 @@ class GrowingTensor:
         except torch.OutOfMemoryError:
             self.range.unmap_last(len(self.range.pages) - mapped)
             raise
+        self._steps.append(self.entries)
         self.entries = entries
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +17,10 @@ from torch import Tensor
 from outpace.core.layout import Layout
 from outpace.core.lm import Context, Logits, Picked
 from outpace.core.tree import ROOT, Tree
+from outpace.models.transfer import sent
 from outpace.sampling.sampler import Pick
+
+MOST_PIECES = 64  # beyond this, the pieces of a text's hidden states are joined
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,31 @@ def packed_features(segments: Seq[Segment], size: int) -> dict[str, Tensor]:
     return {"features": torch.nn.functional.pad(features, (0, 0, 0, size - len(features)))[None]}
 
 
+class StateLog:
+    """The hidden states of a text, in the pieces in which passes left them: most readers want only the newest."""
+
+    def __init__(self, pieces: Seq[Tensor] = ()):
+        self.pieces = [piece for piece in pieces if len(piece)]  # [tokens, taps] each
+
+    def append(self, states: Tensor) -> None:
+        if len(states):
+            self.pieces.append(states)
+
+    def since(self, first: int) -> Tensor | None:
+        """Return the states from token `first` on, or None if there are none at all."""  # [tokens - first, taps]
+        if not first or len(self.pieces) > MOST_PIECES:
+            self.pieces = [torch.cat(self.pieces)] if len(self.pieces) > 1 else self.pieces
+        if not self.pieces:
+            return None
+        end = sum(map(len, self.pieces))
+        wanted, found = end - first, list[Tensor]()
+        for piece in reversed(self.pieces):
+            if wanted > 0 or not found:
+                found.append(piece[max(0, len(piece) - max(wanted, 0)) :])
+                wanted -= len(piece)
+        return found[0] if len(found) == 1 else torch.cat(found[::-1])
+
+
 @dataclass
 class Slot:
     """One place in the cache: its committed tokens, the pending tokens of the next pass, and the layout scored last."""
@@ -144,12 +174,44 @@ class Slot:
     begun: PartialPass | None = None  # what an early-exit draft has run already
     context: Context = None
     taps: tuple[int, ...] = ()
-    hidden: list[Tensor] = field(default_factory=list)  # hidden states of `tokens`, in pieces
+    hidden: StateLog = field(default_factory=StateLog)  # hidden states of `tokens`
     provisional: Tensor | None = None  # [nodes of the layout, taps]
     busy: bool = False
+    computed: int = 0  # tokens that passes have run for this text
+
+    @property
+    def end(self) -> int:
+        """The number of its cache entries, with those of nodes that may still be kept."""
+        nodes = 0 if self.layout is None else len(self.layout.tokens)
+        return self.length + max(nodes, 0 if self.begun is None else len(self.begun.states))
+
+    def take(self, segment: Segment, layout: Layout) -> None:
+        """Record a pass that ran the pending tokens and then this layout; nobody reads its states."""
+        self.tokens += segment.pending
+        self.length, self.pending = segment.start + len(segment.pending), []
+        self.forget_layout()
+        self.layout, self.scored = layout, len(layout)
 
     def forget_layout(self) -> None:
         self.layout, self.scored, self.order, self.provisional, self.begun = None, 0, None, None, None
+
+
+def log_states(slots: Seq[Slot], paths: Seq[list[int]]) -> None:
+    """Move the states of kept nodes to the logs of their slots. Slots whose states are alike share one gather."""
+    groups: dict[Any, list[tuple[Slot, Tensor, list[int]]]] = {}
+    for slot, path in zip(slots, paths, strict=True):
+        if (states := slot.provisional) is not None:
+            slot.provisional = None
+            groups.setdefault((states.shape[1], states.dtype), []).append((slot, states, path))
+    for group in groups.values():
+        sides = [states for _, states, _ in group]
+        firsts = accumulate(map(len, sides), initial=0)
+        rows = [first + node for first, (_, _, path) in zip(firsts, group, strict=False) for node in path]
+        together = sides[0] if len(sides) == 1 else torch.cat(sides)
+        if rows != list(range(len(together))):
+            together = together.index_select(0, sent(rows, together.device))
+        for (slot, _, _), kept in zip(group, together.split([len(path) for _, _, path in group]), strict=True):
+            slot.hidden.append(kept)
 
 
 @dataclass(frozen=True)
@@ -159,12 +221,21 @@ class SegmentOutput:
     logits: Tensor | Logits | None  # [new nodes, vocab]
     hidden: dict[int, Tensor]  # tap -> [pending and new nodes, hidden]
     picked: Picked | None = None
+    joined: Tensor | None = None  # all of `hidden` side by side, in its order, if they lie so in memory
+
+    def states(self, taps: tuple[int, ...]) -> Tensor:  # [pending and new nodes, taps * hidden]
+        """Return the hidden states of these taps side by side."""
+        if self.joined is not None and tuple(self.hidden) == taps:
+            return self.joined
+        return torch.cat([self.hidden[tap] for tap in taps], dim=-1)
 
 
 def common_prefix(a: Seq[int], b: Seq[int]) -> int:
     """Return the length of the common prefix of two token lists."""
     low, high = 0, min(len(a), len(b))
-    if high and a[0] == b[0] and a[:high] == b[:high]:
+    if not high or a[0] != b[0]:
+        return 0
+    if a[:high] == b[:high]:
         return high
     while low < high:  # by bisection, because comparing slices is far faster than comparing tokens
         middle = (low + high + 1) // 2

@@ -9,12 +9,11 @@ from abc import abstractmethod
 from collections.abc import Sequence as Seq
 
 import torch
-from torch import Tensor
 
 from outpace.core.layout import Layout
 from outpace.core.lm import LM, Context, Logits, Picks, Scores
 from outpace.errors import UsageError
-from outpace.models.segment import Segment, SegmentOutput, Slot, common_prefix
+from outpace.models.segment import Segment, SegmentOutput, Slot, StateLog, common_prefix, log_states
 from outpace.threads.worker import Worker
 
 CHUNK = 512  # prompt tokens per pass; bounds the memory of a long prefill
@@ -49,6 +48,10 @@ class SlotLM(LM):
     def crop(self, slot: int, length: int) -> int:
         """Drop the tokens after the first `length`; return how many tokens could be kept."""
 
+    def reach(self, slot: int, length: int) -> int:
+        """Return how many tokens `crop` would keep: fewer than `length` where layers have lost what lies before."""
+        return length
+
     @abstractmethod
     def copy(self, source: int, target: int, length: int) -> bool:
         """Copy the state of the first `length` tokens between slots; return False if this model cannot."""
@@ -58,11 +61,11 @@ class SlotLM(LM):
         return tokens
 
     def _known(self, index: int, tokens: list[int], context: Context, taps: tuple[int, ...]) -> int:
-        """Return how many of these tokens a slot holds, under the same context and taps."""
+        """Return how many of these tokens a slot can keep, under the same context and taps."""
         slot = self.slots[index]
         if not slot.tokens or (slot.context, slot.taps) != (context, taps):
             return 0
-        return common_prefix(slot.tokens, tokens)
+        return self.reach(index, common_prefix(slot.tokens, tokens))
 
     def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
         if all(slot.busy for slot in self.slots):
@@ -76,7 +79,7 @@ class SlotLM(LM):
         elif (self.slots[best].context, self.slots[best].taps) != (context, taps):
             self._truncate(best, self.slots[best], self.crop(best, 0))
         slot = self.slots[best]
-        slot.context, slot.taps, slot.busy = context, taps, True
+        slot.context, slot.taps, slot.busy, slot.computed = context, taps, True, 0
         return best
 
     def _adopt(self, index: int, tokens: list[int]) -> None:
@@ -90,28 +93,64 @@ class SlotLM(LM):
             self._truncate(index, self.slots[source], known[source])
 
     def _truncate(self, index: int, source: Slot, length: int) -> None:
-        hidden = self.hidden_states(source)
+        hidden = source.hidden.since(0)
         slot = self.slots[index]
         slot.tokens, slot.length = source.tokens[:length], self.entries(length)
-        slot.hidden = [] if hidden is None or not length else [hidden[:length]]
+        slot.hidden = StateLog([] if hidden is None else [hidden[:length]])
 
     def release(self, slot: int) -> None:
         left = self.slots[slot]
         left.busy, left.pending = False, []
         left.forget_layout()
 
+    def reused(self, slot: int) -> int:
+        held = self.slots[slot]
+        return max(0, len(held.tokens) - held.computed)
+
     def clear(self) -> None:
         for index, slot in enumerate(self.slots):
             if not slot.busy:
                 self._truncate(index, slot, self.crop(index, 0))
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
+    def feed(
+        self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None, defer: bool = False
+    ) -> list[bool]:
         texts = {index: self._begin(wanted, index) for wanted, index in zip(tokens, slots, strict=True)}
         left = limit
-        while (left is None or left > 0) and (segments := self._prompt_pass(texts, left)):
+        while left is None or left > 0:
+            if defer and self.late_prompts and (ready := self._ready(texts)):
+                return [index in ready for index in slots]
+            segments = self._prompt_pass(texts, left)
+            if not segments:
+                break
             self._run(segments)
             left = None if left is None else left - sum(len(segment.pending) for segment in segments)
         return [len(self.slots[index].pending) <= MAX_DEFERRED for index in slots]
+
+    def _ready(self, texts: dict[int, list[int]]) -> list[int]:
+        """Return the first slots whose pending tokens fit into one pass."""
+        ready, room = list[int](), self.chunk
+        for index, text in texts.items():
+            self._adopt_pending(index, text)
+            room -= len(self.slots[index].pending)
+            if room < 0:
+                break
+            if not any(self._shares_with(index, text, other, texts[other]) for other in ready):
+                ready.append(index)
+        return ready
+
+    def _adopt_pending(self, index: int, text: list[int]) -> None:
+        """Take what another slot holds of a slot's pending tokens by now."""
+        slot = self.slots[index]
+        if len(slot.pending) > MAX_DEFERRED:
+            self._adopt(index, text)
+            slot.pending = text[len(slot.tokens) :]
+
+    def catch_up(self, slots: Seq[int]) -> None:
+        """Run the pending tokens of slots, which otherwise run with the next layout."""
+        late = [(index, self.slots[index]) for index in slots if self.slots[index].pending]
+        if late:
+            self._run([Segment(index, slot.length, slot.pending) for index, slot in late])
 
     def _begin(self, wanted: list[int], index: int) -> list[int]:
         """Keep the common prefix of a slot, and mark the rest as pending; return the text in terms of the slot."""
@@ -140,9 +179,7 @@ class SlotLM(LM):
         segments = list[Segment]()
         for index, text in texts.items():
             slot = self.slots[index]
-            if len(slot.pending) > MAX_DEFERRED:
-                self._adopt(index, text)
-                slot.pending = text[len(slot.tokens) :]
+            self._adopt_pending(index, text)
             if room <= 0 or (segments and not self.shares_prompts):
                 break
             waits = any(self._shares_with(index, text, other.slot, texts[other.slot]) for other in segments)
@@ -188,15 +225,15 @@ class SlotLM(LM):
         """Update a slot after a pass; return the scores of its layout, if it has one."""
         slot, fed, hidden = self.slots[segment.slot], len(segment.pending), None
         slot.tokens.extend(segment.pending)
+        slot.computed += fed
         slot.length = self.entries(len(slot.tokens))
         slot.pending = slot.pending[fed:]
         if slot.taps:
-            states = torch.cat([output.hidden[tap] for tap in slot.taps], dim=-1)
-            if fed:
-                slot.hidden.append(states[:fed])
+            states = output.states(slot.taps)
+            slot.hidden.append(states[:fed])
             hidden = states[fed:]
-            old = [slot.provisional] if segment.since and slot.provisional is not None else []
-            slot.provisional = torch.cat([*old, hidden])
+            old = slot.provisional if segment.since else None
+            slot.provisional = hidden if old is None else torch.cat([old, hidden])
         if segment.layout is None:
             return None
         slot.layout, slot.scored = segment.layout, len(segment.layout)
@@ -206,9 +243,13 @@ class SlotLM(LM):
         return Scores(logits if slot.order is None else Logits(logits.all()[slot.order]), hidden, output.picked)
 
     def keep(self, paths: Seq[list[int]], slots: Seq[int]) -> None:
+        ordered = []
         for path, index in zip(paths, slots, strict=True):
             order = self.slots[index].order
-            self.keep_slot(index, path if order is None else [order[node] for node in path])
+            ordered.append(path if order is None else [order[node] for node in path])
+        log_states([self.slots[index] for index in slots], ordered)
+        for path, index in zip(ordered, slots, strict=True):
+            self.keep_slot(index, path)
 
     def keep_slot(self, index: int, path: list[int]) -> None:
         slot = self.slots[index]
@@ -216,12 +257,5 @@ class SlotLM(LM):
         self.commit(index, path)
         slot.tokens.extend(slot.layout.tokens[node] for node in path)
         slot.length = self.entries(len(slot.tokens))
-        if slot.provisional is not None:
-            slot.hidden.append(slot.provisional[path])
+        log_states([slot], [path])
         slot.forget_layout()
-
-    def hidden_states(self, slot: Slot) -> Tensor | None:  # [tokens, taps]
-        """Return the hidden states of the committed tokens of a slot."""
-        if len(slot.hidden) > 1:
-            slot.hidden = [torch.cat(slot.hidden)]
-        return slot.hidden[0] if slot.hidden else None

@@ -9,65 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from outpace.core.layout import Layout
-from outpace.core.lm import Context, Logits, MemoryNeed, Picked, Reference
+from outpace.core.lm import Context, Picked, Reference
 from outpace.core.tree import ROOT, Tree
 from outpace.errors import CacheFull, UnsupportedModel, UsageError
+from outpace.models.gguf.outputs import FetchedLogits, LazyPicks
 from outpace.models.gguf.reference import LlamaReference
 from outpace.models.gguf.runtime import DUMMY_SEQUENCE, LEAST, BatchEntry, File, Runtime
-from outpace.models.memory import free
+from outpace.models.memory import CacheKind, MemoryNeed, free
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.models.slots import SlotLM
 
 SLOTS = 64  # the first sequences are slots
 UNREAD = DUMMY_SEQUENCE - 1  # holds discarded cells; the sequences from SLOTS up to it are for branches
 CELLS = 4096  # of a new cache
-
-
-class FetchedLogits(Logits):
-    """Logits in llama.cpp's memory, fetched node by node when they are read, because that is slow."""
-
-    def __init__(self, runtime: Runtime, places: list[int]):
-        self._runtime, self._places, self._pass = runtime, places, runtime.passes
-        self._known: dict[int, Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, node: int) -> Tensor:  # [vocab]
-        if node not in self._known:
-            assert self._pass == self._runtime.passes, "logits are read before the next pass"
-            self._known[node] = self._runtime.logits(self._places[node])
-        return self._known[node]
-
-    def all(self) -> Tensor:  # [nodes, vocab]
-        return torch.stack([self[node] for node in range(len(self))])
-
-    def top_k(self, k: int) -> Tensor:  # [nodes, k]
-        assert self._pass == self._runtime.passes, "logits are read before the next pass"
-        return torch.cat([self._runtime.top_k(place, k) for place in self._places])
-
-    def wait(self) -> None:
-        """Do nothing: llama.cpp returns when a pass is done."""
-
-
-class LazyPicks(Seq[int]):
-    """The likeliest token of each node, computed when it is read: nodes below a rejected draft token never are."""
-
-    def __init__(self, runtime: Runtime, places: list[int]):
-        self._runtime, self._places, self._pass = runtime, places, runtime.passes
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: Any) -> Any:
-        assert self._pass == self._runtime.passes, "choices are read before the next pass"
-        return self._runtime.greedy(self._places[index])
 
 
 @dataclass
@@ -314,6 +272,7 @@ class LlamaWeights:
     def changed(self) -> None:
         self.lm.clear()
 
-    def memory(self, tokens: int) -> MemoryNeed:
+    def memory(self, tokens: int, requests: int = 1) -> MemoryNeed:
         file = self.lm.file
-        return MemoryNeed(file.model.size, file.token_bytes, tokens, self.lm.most * file.token_bytes)
+        room = self.lm.most * file.token_bytes
+        return MemoryNeed(file.model.size, [CacheKind(file.token_bytes)], tokens, requests, room)

@@ -31,12 +31,14 @@ class RawLogits:
     def __init__(self, context: Any, vocab: int):
         self._context, self._vocab = context, vocab
         self._field = 0  # address of the word that points to the rows; 0: not found yet
+        self._first = 0  # address of the rows when they were read last
+        self._views: dict[int, Tensor] = {}  # rows that were read at this address
         self._left = COMPARED if os.environ.get("OUTPACE_RAW_LOGITS", "1") != "0" else 0
 
     def view(self, entry: int, row: int) -> Tensor:  # [vocab]
         """Return the logits of an entry of the last call, valid until the next one. `row` is its place among the
         entries whose logits were wanted."""
-        if self._field and not self._left:
+        if self.found:
             return self._in_place(row)
         listed = torch.frombuffer(array("f", self._context.get_logits_ith(entry)), dtype=torch.float32)
         if self._left:
@@ -47,11 +49,21 @@ class RawLogits:
         """Whether rows are read in place; compares the first ones."""
         if self._left:
             self.view(entry, row)
+        return self.found
+
+    @property
+    def found(self) -> bool:
+        """Whether rows are read in place from now on."""
         return bool(self._field) and not self._left
 
     def _in_place(self, row: int) -> Tensor:
-        first = ctypes.c_uint64.from_address(self._field).value + 4 * self._vocab * row
-        return torch.frombuffer((ctypes.c_float * self._vocab).from_address(first), dtype=torch.float32)
+        first = ctypes.c_uint64.from_address(self._field).value
+        if first != self._first:
+            self._first, self._views = first, {}
+        if row not in self._views:
+            place = (ctypes.c_float * self._vocab).from_address(first + 4 * self._vocab * row)
+            self._views[row] = torch.frombuffer(place, dtype=torch.float32)
+        return self._views[row]
 
     def _compare(self, listed: Tensor, row: int) -> None:
         wanted = listed.numpy().tobytes()

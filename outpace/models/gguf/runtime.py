@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outpace.errors import OutpaceError, UnsupportedModel
 from outpace.models.gguf.raw_logits import RawLogits
-from outpace.sampling.top_k import top_k
+from outpace.sampling.top_k import likeliest, top_k
 
 BATCH, PART = 2048, 512  # most tokens of a pass, and of the part of it that llama.cpp computes at a time
 FEW = 3  # most tokens of a call that reordered weights multiply one by one
@@ -175,6 +175,11 @@ class Runtime:
         self._first = 0  # the first entry of the last call
         self._earlier: dict[int, EntryOutput] = {}  # outputs of the calls before it
 
+    @property
+    def in_place(self) -> bool:
+        """Whether reading logits costs no copy."""
+        return self._raw.found
+
     def decode(self, entries: Seq[BatchEntry]) -> None:
         """Run a pass, in several calls where too many tokens together would get other logits."""
         self.passes += 1
@@ -185,7 +190,9 @@ class Runtime:
             self._first = first
             if first != calls[-1]:  # the next call overwrites the output of this one
                 outputs = {
-                    first + i: EntryOutput(self._logits(i), self._likeliest(i)) for i, e in enumerate(part) if e.wanted
+                    first + i: EntryOutput(self._raw.view(i, self._rows[i]).clone(), self._likeliest(i))
+                    for i, e in enumerate(part)
+                    if e.wanted
                 }
                 self._earlier |= outputs
 
@@ -204,26 +211,27 @@ class Runtime:
 
     def logits(self, index: int) -> Tensor:  # [vocab]
         """Return the logits at one of the pass's entries."""
-        return self._earlier[index].logits if index < self._first else self._logits(index - self._first)
+        return self.peek(index).clone()
+
+    def peek(self, index: int) -> Tensor:  # [vocab]
+        """Return the same where llama.cpp keeps them, valid until the next pass."""
+        if index < self._first:
+            return self._earlier[index].logits
+        return self._raw.view(index - self._first, self._rows[index - self._first])
 
     def greedy(self, index: int) -> int:
         """Return the likeliest token there, found without copying all logits."""
         return self._earlier[index].likeliest if index < self._first else self._likeliest(index - self._first)
 
     def top_k(self, index: int, k: int) -> Tensor:  # [1, k]
-        """Return the k likeliest tokens at an entry, found without copying its logits."""
-        if index < self._first:
-            return top_k(self._earlier[index].logits[None], k)
-        entry = index - self._first
-        return top_k(self._raw.view(entry, self._rows[entry])[None], k)
-
-    def _logits(self, index: int) -> Tensor:  # [vocab]
-        return self._raw.view(index, self._rows[index]).clone()
+        """Return the k likeliest tokens at an entry."""
+        return top_k(self.peek(index)[None], k)
 
     def _likeliest(self, index: int) -> int:
-        if not self._raw.usable(index, self._rows[index]):
+        row = self._rows[index]
+        if not self._raw.usable(index, row):
             return self._greedy.sample(self._context, index)
-        return int(self._raw.view(index, self._rows[index]).argmax())
+        return likeliest(self._raw.view(index, row)).tokens[0]
 
     def share(self, source: int, target: int, first: int, end: int) -> None:
         """Add the tokens of a sequence at these positions to another sequence."""

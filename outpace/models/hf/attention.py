@@ -53,7 +53,7 @@ class EagerAttention:
         self.windows = windows  # of each layer
         self.device = device
         self.calls = 0  # layers that attended through this plan
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}  # over the keys from `_first_seen` on
         self._paths: dict[tuple[int, int | None], list[Tensor]] = {}
 
     def mask(self, index: int, window: int | None) -> Tensor | None:
@@ -64,7 +64,7 @@ class EagerAttention:
         return self._masks[index, window]
 
     def paths(self, index: int, window: int | None) -> list[Tensor]:
-        """Return the cache entries that each query of segment `index` sees, in text order."""  # queries of [keys]
+        """Return the keys that each query of segment `index` sees, in text order."""  # queries of [keys]
         if (index, window) not in self._paths:
             mask = _mask(self.segments[index], window)
             self._paths[index, window] = [torch.nonzero(seen).flatten().to(self.device) for seen in mask]
@@ -74,39 +74,41 @@ class EagerAttention:
         """Write the new keys and values, then attend segment by segment."""  # out: [1, tokens, heads, head dim]
         layer: int = module.layer_idx  # type: ignore[assignment]
         self.cache.write(layer, key, value, self.segments)
-        keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.windows[layer]
         self.calls += 1
-        out, at = [], 0
+        out, at, window = [], 0, self.windows[layer]
         for index, segment in enumerate(self.segments):
             count = segment.count
             q = query[0, :, at : at + count]
             at += count
-            if self.alone:
-                for i, path in enumerate(self.paths(index, window)):
-                    k, v = (side[segment.slot].index_select(1, path) for side in (keys, values))
-                    out.append(_attend(q[:, i : i + 1], k, v, None, rule))
+            keys, values = self.cache.read(layer, segment.slot, _first_seen(segment, window), segment.end)
+            if not self.alone:
+                out.append(_attend(q, keys, values, self.mask(index, window), rule))
                 continue
-            # A layer with a sliding window skips keys that no query of this segment can see.
-            first = 0 if window is None else max(0, segment.start - window + 1)
-            mask = self.mask(index, window)
-            k, v = keys[segment.slot][:, first : segment.end], values[segment.slot][:, first : segment.end]
-            out.append(_attend(q, k, v, mask if mask is None else mask[:, first:], rule))
+            for i, path in enumerate(self.paths(index, window)):
+                k, v = (side.index_select(1, path) for side in (keys, values))
+                out.append(_attend(q[:, i : i + 1], k, v, None, rule))
         if at < query.shape[2]:  # padding tokens
             out.append(query.new_zeros(query.shape[1], query.shape[2] - at, value.shape[3]))
         return torch.cat(out, dim=1).transpose(0, 1)[None]
 
 
-def _mask(segment: Segment, window: int | None) -> Tensor:  # [queries, keys]
-    fed, start, layout = len(segment.pending), segment.start, segment.layout
-    mask = torch.zeros(segment.count, segment.end, dtype=torch.bool)
+def _first_seen(segment: Segment, window: int | None) -> int:
+    """Return the first key that a query of this segment can see."""
+    return 0 if window is None else max(0, segment.start - window + 1)
+
+
+def _mask(segment: Segment, window: int | None) -> Tensor:  # [queries, keys from `_first_seen` on]
+    fed, first, layout = len(segment.pending), _first_seen(segment, window), segment.layout
+    start = segment.start - first
+    mask = torch.zeros(segment.count, segment.end - first, dtype=torch.bool)
     mask[:, :start] = True
     mask[:fed, start : start + fed] = torch.ones(fed, fed, dtype=torch.bool).tril_()
     if layout is not None:
         mask[fed:, start : start + fed] = True
         mask[fed:, start + fed :] = layout.visible(segment.since)
     if window is not None:
-        first = start + fed
-        keys = [*range(first), *([] if layout is None else layout.positions(first))]
+        root = segment.start + fed
+        keys = [*range(first, root), *([] if layout is None else layout.positions(root))]
         mask &= torch.tensor(segment.positions)[:, None] - torch.tensor(keys)[None] < window
     return mask
 

@@ -32,6 +32,8 @@ class Runner(Protocol):
     chunk: int  # prompt tokens per pass
     shares_prompts: bool  # whether prompts of several slots share passes
     usual_batch: int  # requests at a time, unless the caller says otherwise
+    late_prompts: bool  # whether the last part of a prompt may run together with its first choice
+    late_choices: bool  # whether choices may have edits and report log-probabilities
     extra_bytes: int  # of weight copies
     drafts: SelfDraft | None
     run_ahead: RunAhead | None
@@ -71,6 +73,8 @@ class EagerRunner:
     chunk = CHUNK
     shares_prompts = False
     usual_batch = 16
+    late_prompts = False
+    late_choices = False
     extra_bytes = 0
     drafts: SelfDraft | None = None
     run_ahead: RunAhead | None = None

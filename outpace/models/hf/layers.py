@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outpace.core.lm import LM, Embeddings, MemoryNeed, Reference
+from outpace.core.lm import LM, Reference
 from outpace.models.early_exit import EarlyExitLM
+from outpace.models.embeddings import Embeddings
 from outpace.models.hf.eager import Runner, places, split
 from outpace.models.hf.module import decoder_layers, embeddings_of, view
 from outpace.models.hf.reference import ModelReference
 from outpace.models.hf.stages import LayerSpan
-from outpace.models.memory import free, weights
+from outpace.models.memory import MemoryNeed, free, weights
 from outpace.models.segment import Segment, SegmentOutput
 
 if TYPE_CHECKING:
@@ -66,8 +67,12 @@ class TransformersStates:
         self.lm = lm
         self.embeddings: Embeddings | None = embeddings_of(lm.model)
 
-    def read(self, slot: int) -> Tensor | None:  # [tokens, taps]
-        return self.lm.hidden_states(self.lm.slots[slot])
+    @property
+    def captures(self) -> bool:
+        return self.lm.runner.kind == "graphs"
+
+    def read(self, slot: int, first: int = 0) -> Tensor | None:  # [tokens - first, taps]
+        return self.lm.slots[slot].hidden.since(first)
 
     def attach(self, head: Any) -> LM:
         return self.lm.runner.attach(head)
@@ -93,10 +98,12 @@ class TransformersWeights:
         """Bytes of all weights, including layers outside a slice."""
         return weights(self.lm.model)
 
-    def memory(self, tokens: int) -> MemoryNeed:
+    def memory(self, tokens: int, requests: int = 1) -> MemoryNeed:
         cache = self.lm.cache
-        held = self.bytes + self.lm.runner.extra_bytes
-        return MemoryNeed(held, cache.token_bytes, tokens, cache.nbytes + free(self.lm.device))
+        held, spare = self.bytes + self.lm.runner.extra_bytes, cache.spare_bytes(min(tokens, self.lm.chunk))
+        limit = None if cache.limit is None else cache.limit - spare
+        room = cache.nbytes + free(self.lm.device) - spare
+        return MemoryNeed(held, cache.memory_kinds, tokens, requests, room, limit)
 
 
 def resume(runner: Runner, count: int, segments: Seq[Segment]) -> list[SegmentOutput]:

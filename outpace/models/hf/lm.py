@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from outpace.core.lm import Reference, RunAhead, SelfDraft
 from outpace.core.tree import Tree
 from outpace.errors import CacheFull, UnsupportedModel, UsageError
+from outpace.models.cache.cuts import WORTH, Cut
 from outpace.models.hf.cache import SlotCache
 from outpace.models.hf.eager import EagerRunner, Runner
 from outpace.models.hf.layers import TransformersLayers, TransformersStates, TransformersWeights, resume
@@ -22,7 +23,7 @@ from outpace.models.hf.module import context_length, twin, view, windows
 from outpace.models.hf.reference import ModelReference
 from outpace.models.hf.tolerance import agree
 from outpace.models.quantized import kinds
-from outpace.models.segment import Segment, SegmentOutput
+from outpace.models.segment import Segment, SegmentOutput, common_prefix
 from outpace.models.slots import SlotLM
 
 PROBE = 8  # tokens of each text on which a model is tested
@@ -43,7 +44,7 @@ class TransformersLM(SlotLM):
         self.windows = [known[i] for i in self.indices]
         self.vocab: int = model.config.get_text_config().vocab_size
         self.max_length: int = context_length(model.config)
-        self.cache = SlotCache(len(self.indices), cache_limit)
+        self.cache = SlotCache(self.windows, cache_limit)
         self.takes_features: bool = getattr(model, "takes_features", False)
         self.eager = EagerRunner(self)
         self.runner: Runner = self.eager
@@ -108,6 +109,14 @@ class TransformersLM(SlotLM):
         self.runner.prepare(requests)
 
     @property
+    def late_prompts(self) -> bool:  # type: ignore[override]
+        return self.runner.late_prompts
+
+    @property
+    def late_choices(self) -> bool:  # type: ignore[override]
+        return self.runner.late_choices
+
+    @property
     def usual_batch(self) -> int:  # type: ignore[override]
         return self.runner.usual_batch
 
@@ -145,7 +154,7 @@ class TransformersLM(SlotLM):
         part = TransformersLM(self.model, [self.indices[i] for i in layers], self.cache.limit)
         part.worker = self.worker
         part.cache.kinds = self.cache.kinds
-        part.cache.token_bytes = self.cache.token_bytes * len(part.indices) // len(self.indices)
+        part.cache.set_layer_bytes([self.cache.layer_bytes[i] for i in layers])
         return part
 
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
@@ -160,6 +169,10 @@ class TransformersLM(SlotLM):
                 self.cache.move(segment.slot, segment.start + len(segment.pending), done.nodes, done.layers)
         return resume(self.runner, self.layers.count, segments)
 
+    def with_states(self, segment: Segment) -> Segment:
+        """Return the segment with the target's hidden states that enter with its tokens; only a head takes some."""
+        return segment
+
     def clear(self) -> None:
         super().clear()
         for part in self.layers.slices.values():
@@ -171,20 +184,38 @@ class TransformersLM(SlotLM):
 
     def _begin(self, wanted: list[int], index: int) -> list[int]:
         self.runner.forget(index)
-        return super()._begin(wanted, index)
+        slot, before = self.slots[index], self.slots[index].tokens
+        text = super()._begin(wanted, index)
+        if len(slot.pending) >= WORTH and self.cache.cuts.groups:  # do slots know more of it than they could give?
+            alike = [other.tokens for other in self.slots if (other.context, other.taps) == (slot.context, slot.taps)]
+            parted = max(common_prefix(tokens, text) for tokens in [before, *alike])
+            if parted - len(slot.tokens) >= WORTH:
+                self._expect_cut(index, Cut(parted, parted=True))
+        return text
 
     def reserve(self, segments: Seq[Segment]) -> None:
+        for slot in self.cache.wide.difference(segment.slot for segment in segments):  # their prompts have run
+            self.cache.reserve(slot, self.slots[slot].length, self.slots[slot].end)
         for segment in segments:
+            slot, start, soon = segment.slot, min(segment.start, self.slots[segment.slot].length), None
+            if segment.layout is None:  # a prompt, which is fed in chunks
+                soon = start + self.chunk
+                self._expect_cut(slot, Cut(segment.end))
             try:
-                self.cache.reserve(segment.slot, segment.end)
+                self.cache.reserve(slot, start, segment.end, soon)
             except CacheFull:
                 self.clear()
-                self.cache.reserve(segment.slot, segment.end)
+                self.cache.reserve(slot, start, segment.end, soon)
+
+    def reach(self, slot: int, length: int) -> int:
+        return self.cache.cuts.kept(slot, length)
 
     def crop(self, slot: int, length: int) -> int:
-        if length == 0:
-            self.cache.forget(slot)
-        return length
+        return self.cache.crop(slot, length)
+
+    def _expect_cut(self, slot: int, cut: Cut) -> None:
+        """Keep what this slot needs to be cut back so far, while windows move on."""
+        self.cache.cuts.expect(slot, cut)
 
     def commit(self, slot: int, path: list[int]) -> None:
         self.cache.move(slot, self.slots[slot].length, path)

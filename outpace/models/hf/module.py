@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from outpace.core.lm import Embeddings
 from outpace.errors import UnsupportedModel, UsageError
+from outpace.models.embeddings import Embeddings
 from outpace.models.quantized import tensors
 
 M = TypeVar("M", bound=nn.Module)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from outpace.core.lm import LM, Embeddings, MemoryNeed, Reference
+from outpace.core.lm import LM, Reference
 from outpace.core.tree import ROOT
 from outpace.errors import UnsupportedModel, UsageError
+from outpace.models.embeddings import Embeddings
 from outpace.models.hf.head_lm import HeadLM
 from outpace.models.hf.module import context_length, decoder_layers, embeddings_of, layer_count, recording, twin
 from outpace.models.hf.reference import ModelReference
@@ -259,12 +260,14 @@ class SnapshotLayers:
 class SnapshotStates:
     """The hidden states and embeddings of a `SnapshotLM`."""
 
+    captures = False
+
     def __init__(self, lm: SnapshotLM):
         self.lm = lm
         self.embeddings: Embeddings | None = embeddings_of(lm.model)
 
-    def read(self, slot: int) -> Tensor | None:  # [tokens, taps]
-        return self.lm.hidden_states(self.lm.slots[slot])
+    def read(self, slot: int, first: int = 0) -> Tensor | None:  # [tokens - first, taps]
+        return self.lm.slots[slot].hidden.since(first)
 
     def attach(self, head: PreTrainedModel) -> LM:
         return HeadLM.of_head(head)
@@ -283,5 +286,5 @@ class SnapshotWeights:
         self.lm.clear()
         self.version += 1
 
-    def memory(self, tokens: int) -> MemoryNeed | None:
+    def memory(self, tokens: int, requests: int = 1) -> None:
         return None
