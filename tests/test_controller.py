@@ -483,7 +483,7 @@ def test_unverified_guesses_teach(clock: Time) -> None:
     dear = Costs(((1, 1.0), (2, 2.5), (9, 2.6), (64, 9.0)))
     steps, model = run(Script(new(12) * 12, dear, clock), 30, method=Copies(), policy="auto")
     assert kept_at(steps, 0, 2) == 0 and kept_at(steps, 50, 100) > 5
-    policy = next(p for p in model._methods.values() if isinstance(p, Controller))
+    policy = next(p for p in model._methods if isinstance(p, Controller))
     assert policy._acceptance.prob(kind("", None, 1)) > 0.7
 
 

@@ -17,10 +17,11 @@ from outpace.drafting.model_drafter import ModelDrafter
 from outpace.errors import CacheFull
 from outpace.heads import store
 from outpace.models.compiled.cpu import CpuRunner
-from outpace.models.compiled.draft_tree import DraftTrees
+from outpace.models.compiled.drafts.draft_tree import DraftTrees
+from outpace.models.compiled.drafts.root_pass import RootPass
 from outpace.models.compiled.runner import CompiledRunner
 from outpace.models.kernels import cpu
-from outpace.models.segment import Segment, SegmentOutput
+from outpace.models.segment import Segment
 from outpace.sampling.sampler import Pick
 from tests.test_compiled import DEVICES, PROMPTS, fast, shared
 
@@ -65,9 +66,9 @@ def test_trees_are_those_that_are_grown_level_by_level(
     calls: list[int] = []
     whole = DraftTrees.grow
 
-    def counted(self: DraftTrees, rows: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape]) -> list[list[DraftToken]]:
-        calls.append(len(rows))
-        return whole(self, rows, tokens, shapes)
+    def counted(self: DraftTrees, segments: Seq[Segment], *given: Any) -> list[list[DraftToken]]:
+        calls.append(len(segments))
+        return whole(self, segments, *given)
 
     monkeypatch.setattr(DraftTrees, "grow", counted)
     answers = [target.generate(PROMPTS, **given), target.generate(PROMPTS[0], **given)]
@@ -109,18 +110,17 @@ def test_trees_of_linked_slots(kind: str, device: str, grown: list[Tree], monkey
         assert paths(ours) == pytest.approx(paths(theirs), rel=1e-3)
 
 
-def test_what_a_tree_was_fed_is_kept_where_it_turns_out_right() -> None:
+def test_what_a_tree_was_fed_is_kept_where_it_turns_out_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is the target itself: the next pass feeds it only what its tree did not hold."""
     target = shared("llama")
     lm = fast("llama").lm
-    assert isinstance(lm.runner, CpuRunner)
-    fed, compiled = list[int](), lm.runner.compiled_pass
+    fed, send = list[int](), RootPass.send
 
-    def counted(jobs: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+    def counted(self: RootPass, jobs: Seq[Segment], numbers: Any) -> None:
         fed.extend(len(job.tokens) for job in jobs)
-        return compiled(jobs, taps)
+        send(self, jobs, numbers)
 
-    lm.runner.compiled_pass = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(RootPass, "send", counted)
     done = target.generate(PROMPTS[0], method="draft:width=2,depth=4,nodes=8", draft=Model(lm), max_tokens=21)
     assert done.stats.matched == done.stats.offered and done.stats.passes > 2
     assert max(fed[1:]) <= 2  # the last guess, which was not fed, and the root

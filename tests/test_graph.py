@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -15,14 +15,28 @@ import outpace
 from outpace.api.model import Model
 from outpace.api.request import Request
 from outpace.core.engine import Engine
+from outpace.core.lm import DraftShape
 from outpace.core.tree import Tree
+from outpace.models.cache import group
 from outpace.models.compiled import cuda_graph, graph_pass
+from outpace.models.compiled.choices import Choices
 from outpace.models.compiled.cpu import CpuRunner
 from outpace.models.compiled.cuda_graph import GraphRunner
-from outpace.models.compiled.graph_pass import COLUMNS, FOUND, CapturedPass, GraphKey, GraphOutputs
+from outpace.models.compiled.drafts import draft_chain
+from outpace.models.compiled.drafts.draft_chain import DraftChains
+from outpace.models.compiled.drafts.early_exit_graph import EarlyExitGraphLM
+from outpace.models.compiled.graph_pass import (
+    FOUND,
+    CapturedChoice,
+    CapturedPass,
+    ChoiceKey,
+    GraphKey,
+    GraphOutputs,
+    PassInputs,
+)
 from outpace.models.compiled.packing import CompiledAttention
-from outpace.models.compiled.picks import PickReader
-from outpace.models.compiled.run_ahead import GraphsAhead, LastPass
+from outpace.models.compiled.picks import PendingPicks
+from outpace.models.compiled.run_ahead import GraphsAhead
 from outpace.models.hf.attention import NAME
 from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.module import view
@@ -63,15 +77,25 @@ class Rerun:
     """Stands for a graph: its function, and memory that every run writes anew."""
 
     function: Any
-    read: torch.Tensor
-    left: GraphOutputs
+    left: Any
 
-    def __call__(self) -> GraphOutputs:
+    def __call__(self) -> Any:
         found = self.function()
-        for there, here in zip((self.left.logits, self.left.chosen), (found.logits, found.chosen), strict=True):
-            there.copy_(here)
-        self.read.copy_(self.left.chosen)
+        if isinstance(found, GraphOutputs):
+            self.left.logits.copy_(found.logits)
+        else:
+            self.left.copy_(found)
         return self.left
+
+
+class UncapturedChoices(Choices):
+    """Chooses by the functions that a graph would replay."""
+
+    def _capture(self, captured: CapturedPass, key: ChoiceKey) -> CapturedChoice:
+        edited = self._edited_logits(captured) if key.edited else None
+        host, left = (torch.zeros(FOUND, captured.key.tokens).double() for _ in range(2))
+        program = torch.no_grad()(self._program(captured, key, edited, host))
+        return CapturedChoice(Rerun(program, left), host, edited)  # type: ignore[arg-type]
 
 
 class Graphless(GraphRunner):
@@ -80,7 +104,7 @@ class Graphless(GraphRunner):
     def __init__(self, lm: TransformersLM):
         self.__dict__.update(lm.runner.__dict__)
         self._graphs, self._generation, self.graph_memory = OrderedDict(), self.cache.generation, None
-        self._picks, self._ahead = PickReader(lm), GraphsAhead(self)
+        self.choices, self._ahead = UncapturedChoices(lm, lambda: None), GraphsAhead(self)
         self.drafts, self.run_ahead = self, self._ahead
         self.capture_seconds, self.most_tokens, self._chunk = 0.0, 512, 512
         self.sent = 0
@@ -90,13 +114,12 @@ class Graphless(GraphRunner):
 
     @torch.no_grad()
     def _capture(self, key: GraphKey) -> CapturedPass:
-        staging = Unpinned(key.tokens * COLUMNS + key.batch * 4, self.lm.device)
-        logits, found = torch.zeros(key.tokens, self.lm.vocab), torch.zeros(FOUND, key.tokens, dtype=torch.float64)
+        staging = Unpinned(PassInputs.size(key, len(self.cache.groups)), self.lm.device)
         program = torch.no_grad()(self._program(key, staging.given, None))
-        rerun = Rerun(program, torch.zeros(FOUND, key.tokens).double(), GraphOutputs(logits, None, {}, found))
-        return CapturedPass(rerun, staging, None, rerun.read, key)  # type: ignore[arg-type]
+        rerun = Rerun(program, GraphOutputs(torch.zeros(key.tokens, self.lm.vocab), None, {}))
+        return CapturedPass(rerun, staging, None, key)  # type: ignore[arg-type]
 
-    def launch_after(self, *given: Any) -> LastPass:
+    def launch_after(self, *given: Any) -> CapturedPass:
         self.sent += 1
         return super().launch_after(*given)
 
@@ -156,6 +179,13 @@ def slow() -> Model:
 
 
 FILTERS: list[dict[str, Any]] = [{"top_k": 5, "top_p": 0.9}, {}, {"top_p": 0.8}, {"min_p": 0.2}, {"typical_p": 0.7}]
+EDITS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3, "logit_bias": {3: 2.0, 9: -1.5}, "logprobs": 2},
+    {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 0.8, "top_p": 0.9, "temperature": 0.9},
+    {"bad_words": [[4], [1, 2], [9]], "min_tokens": 6, "stop_token_ids": [7, 11], "temperature": 0.9},
+    {"logprobs": 0, "temperature": 0.9},
+    {},
+]
 SAMPLING: dict[str, list[dict[str, Any]]] = {
     "greedy": [{"temperature": 0.0}],
     "sampled": [{"temperature": 0.9}],
@@ -165,7 +195,7 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
 
 
 def texts_of(sides: tuple[Model, Model], settings: list[dict[str, Any]]) -> list[list[list[int]]]:
-    texts = []
+    texts, logprobs = [], []
     for side in sides:
         engine = Engine(side.lm, max_batch=3)  # some join when others have left
         seqs = [side.sequence(Request.from_keywords(p, s)) for p, s in zip(PROMPTS, settings, strict=True)]
@@ -173,6 +203,11 @@ def texts_of(sides: tuple[Model, Model], settings: list[dict[str, Any]]) -> list
             engine.submit(seq)
         assert list(engine.run())
         texts.append([seq.generated for seq in seqs])
+        logprobs.append([seq.logprobs for seq in seqs])
+    for ours, theirs in zip(*(chain.from_iterable(side) for side in logprobs), strict=True):
+        assert (ours.token, list(ours.top)) == (theirs.token, list(theirs.top))
+        assert [ours.logprob, *ours.top.values()] == pytest.approx([theirs.logprob, *theirs.top.values()], abs=1e-4)
+        assert ours.entropy == pytest.approx(theirs.entropy, abs=1e-4)
     return texts
 
 
@@ -201,10 +236,33 @@ def test_what_is_staged_is_what_eager_passes_are_given(method: str, sampling: st
     assert method != "plain" or sampling == "mixed" or runner_of(model).sent > (30 if more == 9 else 12)
 
 
+@pytest.mark.parametrize("method", ["plain", "ngram"])
+def test_edits_are_worked_out_while_their_pass_runs(method: str, model: Model, slow: Model) -> None:
+    settings = [{"method": method, "max_tokens": 6 + 2 * i, "seed": i, **given} for i, given in enumerate(EDITS)]
+    ours, theirs = texts_of((model, slow), settings)
+    assert ours == theirs
+    runner = runner_of(model)
+    assert runner.most_tokens and (method != "plain" or runner.sent > 8)
+    assert {key.edited for captured in runner._graphs.values() for key in captured.choices} >= {True}
+
+
+def test_a_request_without_allowed_tokens_fails_alone(model: Model) -> None:
+    settings = [{"method": "plain", "max_tokens": 8}, {"bad_words": [[i] for i in range(model.lm.vocab)]}]
+    first, second = (
+        model.sequence(Request.from_keywords([1, 2, 3], {"method": "plain", **given})) for given in settings
+    )
+    engine = Engine(model.lm)
+    for seq in (first, second):
+        engine.submit(seq)
+    assert list(engine.run())
+    assert len(first.generated) == 8
+    assert second.error is not None and "the constraints exclude all of them" in second.error
+
+
 def test_choices_that_a_graph_is_not_sure_of_are_made_again(
     model: Model, slow: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch, again = sample_filtered.launch, PickReader._again
+    launch, again = sample_filtered.launch, PendingPicks._again
     counted = list[int]()
 
     def unsure(*given: Any) -> torch.Tensor:
@@ -213,7 +271,7 @@ def test_choices_that_a_graph_is_not_sure_of_are_made_again(
         return found
 
     monkeypatch.setattr(sample_filtered, "launch", unsure)
-    monkeypatch.setattr(PickReader, "_again", lambda *given: counted.append(1) or again(*given))
+    monkeypatch.setattr(PendingPicks, "_again", lambda *given: counted.append(1) or again(*given))
     settings = [{"method": "plain", "max_tokens": 16, "temperature": 1.5, "top_p": 0.9, "seed": i} for i in range(5)]
     ours, theirs = texts_of((model, slow), settings)
     assert ours == theirs
@@ -250,7 +308,6 @@ LONG = [[(7 * i + j * i) % 60 for i in range(count)] for j, count in enumerate((
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_prompts_share_passes_through_the_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma2 has sliding windows, which end within its prompts."""
-    monkeypatch.setattr(cuda_graph, "_sent", lambda rows, device: torch.tensor(rows))
     lm = outpace.wrap(tiny_models.MODELS[kind]().float(), compile=True).lm
     other = outpace.wrap(tiny_models.MODELS[kind]().float(), compile=False).lm
     assert isinstance(lm, TransformersLM) and isinstance(other, TransformersLM)
@@ -271,14 +328,131 @@ def test_prompts_share_passes_through_the_kernel(kind: str, monkeypatch: pytest.
     assert runner._check_prompts() is None
 
 
+@pytest.mark.parametrize("edited", [False, True])
+def test_first_tokens_are_chosen_in_the_pass_of_their_prompts(
+    edited: bool, model: Model, slow: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts fit into the first chunk; a longer one takes two, and two share most of their text."""
+    runner = PromptRunner(model.lm)  # type: ignore[arg-type]
+    monkeypatch.setattr(model.lm, "runner", runner)
+    runner._chunk = 300
+    prompts = [*LONG, LONG[0] * 3, LONG[0] * 3 + [5], [7]]
+    given = EDITS[:4] if edited else [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.8}, {}]
+    sizes, run = list[tuple[int, int]](), runner.prompt_pass
+
+    def prompt_pass(segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
+        ends = sum(segment.layout is not None for segment in segments)
+        sizes.append((sum(segment.count for segment in segments), ends))
+        return run(segments, taps)
+
+    monkeypatch.setattr(runner, "prompt_pass", prompt_pass)
+    texts = []
+    for side in (model, slow):
+        requests = [
+            Request.from_keywords(prompt, {"method": "plain", "max_tokens": 3, "seed": i, **given[i % 4]})
+            for i, prompt in enumerate(prompts)
+        ]
+        engine, seqs = Engine(side.lm, max_batch=8), [side.sequence(request) for request in requests]
+        for seq in seqs:
+            engine.submit(seq)
+        assert list(engine.run())
+        texts.append([(seq.generated, [found.token for found in seq.logprobs]) for seq in seqs])
+    assert texts[0] == texts[1]
+    assert runner.most_tokens
+    assert sizes[0] == (sum(map(len, LONG)), 3) and sum(ends for _, ends in sizes) == 4
+    assert all(tokens <= 301 for tokens, _ in sizes)  # a chunk and a root
+
+
 def test_graphs_are_captured_before_they_are_needed(model: Model) -> None:
     """A cache that grew later would make graphs be captured again, so it becomes large enough first."""
     runner = runner_of(model)
     model.max_batch = 6
     model.warm_up()
-    known, size = set(runner._graphs), runner.cache.size
+    known, size = set(runner._graphs), runner.cache.groups[0].size
     assert size >= 6 * cuda_graph.USUAL_TEXT and {key.tokens for key in known} == {2, 4, 8}
     for given in ({}, {"temperature": 0.9, "top_p": 0.8}, {"temperature": 0.9, "top_p": 0.8, "top_k": 5}):
         prompts = [[1 + (i + j) % 50 for j in range(40)] for i in range(6)]
         model.generate(prompts, method="plain", max_tokens=4, **given)
-    assert set(runner._graphs) == known and runner.cache.size == size
+    assert set(runner._graphs) == known and runner.cache.groups[0].size == size
+
+
+@pytest.fixture
+def windowed(monkeypatch: pytest.MonkeyPatch) -> tuple[TransformersLM, Model]:
+    """A model with windows that move on every few passes, with graphs and without."""
+    for name, value in {"LEAST_ROOM": 1, "ROOM": 10**6, "BEHIND": 0}.items():
+        monkeypatch.setattr(group, name, value)
+    for name, stand_in in {"Event": Instant, "synchronize": lambda: None, "graph_pool_handle": lambda: None}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(cuda_graph, "Staging", Unpinned)
+    made = tiny_models.build("gemma3_text", torch.float32, **tiny_models.GROUPED, **WINDOWS)
+    graphs = outpace.wrap(made, compile=True).lm
+    assert isinstance(graphs, TransformersLM) and isinstance(graphs.runner, CpuRunner)
+    return graphs, outpace.wrap(made, compile=False)
+
+
+WINDOWS: dict[str, Any] = dict(
+    sliding_window=40, query_pre_attn_scalar=8, layer_types=[tiny_models.SLIDING, tiny_models.FULL, tiny_models.SLIDING]
+)
+
+
+@pytest.mark.parametrize("method", ["plain", "recycling:nodes=12", "suffix"])
+def test_windows_move_on_between_graphs(
+    method: str, windowed: tuple[TransformersLM, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, slow = windowed
+    runner = Graphless(lm)
+    monkeypatch.setattr(lm, "runner", runner)
+    prompts = [[(7 * i + j * i) % 60 for i in range(count)] for j, count in enumerate((200, 3, 90))]
+    given = [{"method": method, "max_tokens": 20 + 20 * i} for i in range(3)]
+    texts = []
+    for side in (Model(lm), slow):
+        requests = [Request.from_keywords(p, s) for p, s in zip(prompts, given, strict=True)]
+        texts.append([done.tokens for done in side.generate(requests)])
+    assert texts[0] == texts[1] and runner.most_tokens
+    assert method != "plain" or runner.sent > 30
+    assert runner.cache.groups[0].spans[0].first > 0  # the first entries of its text are in no pool
+
+
+def test_prompts_whose_windows_move_on_through_the_kernel(
+    windowed: tuple[TransformersLM, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, slow = windowed
+    runner = PromptRunner(lm)
+    runner._chunk = 150
+    monkeypatch.setattr(lm, "runner", runner)
+    prompts = [[(7 * i + j * i) % 60 for i in range(count)] for j, count in enumerate((420, 200))]
+    texts = []
+    for side in (lm, slow.lm):
+        slots = [side.acquire(prompt) for prompt in prompts]
+        assert side.feed(prompts, slots) == [True, True]
+        scores = side.score([Tree.chain([1, 2, 3]) for _ in slots], slots)
+        texts.append(torch.cat([found.logits.all() for found in scores]))
+    torch.testing.assert_close(*texts, atol=1e-4, rtol=1e-4)
+    assert runner.cache.groups[0].spans[0].first > 200
+
+
+def test_chains_of_a_draft_whose_windows_move_on(
+    windowed: tuple[TransformersLM, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the whole model, and of its first layer, each step of which is captured."""
+    lm, slow = windowed
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, pin_memory=False, **given: zeros(*sizes, **given))
+    monkeypatch.setattr(draft_chain, "capture", lambda function, memory: function)
+    runner = Graphless(lm)
+    monkeypatch.setattr(runner, "compiled_span", lm.runner.compiled_span)  # type: ignore[attr-defined]
+    monkeypatch.setattr(lm, "runner", runner)
+    prompts = [[(7 * i + j * i) % 60 for i in range(count)] for j, count in enumerate((230, 3, 90))]
+    drafts = {lm: DraftChains(runner), slow.lm.layers.slice([0]): EarlyExitGraphLM(runner, 1)}  # type: ignore[union-attr]
+    for other, chains in drafts.items():
+        reference = slow if other is lm else Model(other)
+        slots = [lm.acquire(prompt) for prompt in prompts]
+        for text, slot in zip(prompts, slots, strict=True):
+            lm.feed([text[:-1]], [slot])
+        for _ in range(2):
+            found = chains.draft(slots, [text[-1] for text in prompts], [DraftShape(8)] * 3, [Pick(0, 0.0)] * 3)
+            assert found is not None
+            for text, drafted in zip(prompts, found, strict=True):
+                assert [t.token for t in drafted] == reference.generate(text, method="plain", max_tokens=8).tokens
+        for slot in slots:
+            lm.release(slot)

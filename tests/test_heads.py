@@ -17,7 +17,6 @@ import outpace
 from outpace import registry
 from outpace.api.model import Model
 from outpace.api.request import Request
-from outpace.core.lm import Embeddings
 from outpace.core.sequence import Sequence
 from outpace.core.tree import Budget, Tree
 from outpace.drafting import head_drafter, model_drafter, parallel_trees
@@ -30,6 +29,7 @@ from outpace.heads.base import Head
 from outpace.heads.block import BlockHead
 from outpace.heads.parallel import Parallel, Text
 from outpace.models.compiled.cpu import CpuRunner
+from outpace.models.embeddings import Embeddings
 from outpace.models.hf.head_lm import HeadLM
 from outpace.sampling.settings import Sampling
 from outpace.testing import ToyLM

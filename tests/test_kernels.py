@@ -17,6 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from outpace.models.cache.group import GRAIN
 from outpace.models.kernels import (
     attention,
     attention_op,
@@ -29,6 +30,7 @@ from outpace.models.kernels import (
 from outpace.models.kernels.attention import AttentionTiles, KernelRule, PassVisibility
 from outpace.models.kernels.linear import Bytes, SharedInputMatrices
 from outpace.models.kernels.prompt_attention import PromptTiles
+from outpace.models.kernels.triton_runtime import constexpr, jit, tl
 from outpace.sampling import noise
 from outpace.sampling.sampler import Sampler
 from outpace.sampling.settings import Sampling
@@ -167,6 +169,27 @@ def dense_prompt(q: Tensor, keys: Tensor, values: Tensor, seen: PassVisibility, 
             one = PassVisibility(alone, torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
             out.append(dense(q[token0 + i :][:1], keys, values, one, rule._replace(window=0)))
     return torch.cat(out)
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("prefix", [190, 191, 257])
+def test_kernels_read_nothing_that_a_window_has_left(prefix: int, tile: int) -> None:
+    """A slot's region begins shortly before its window, and the place of entry 0 is before the pool."""
+    window, rule = 40, KernelRule(0.25, 40)
+    first = (prefix - window + 1) // GRAIN * GRAIN  # as late as a span may begin
+    kernels: list[Any] = [
+        (attention, (2, 7, prefix), dense, AttentionTiles(16, tile, 2)),
+        (prompt_attention, (60, 0, prefix), dense_prompt, PromptTiles(16, tile, 4, 2)),
+    ]
+    for kernel, job, due, cut in kernels:
+        q, keys, values, seen = scene([job], (4, 2, 16), 1, torch.float32)
+        table = seen.jobs - torch.tensor([0, 0, first, 0], device=DEVICE)
+        q, seen = q[:-2], PassVisibility(table, seen.bits[:-2], seen.positions[:-2])
+        keys[:first], values[:first] = math.nan, math.nan  # lies before the pool
+        keys, values = keys[first:], values[first:]
+        given = seen if kernel is attention else seen._replace(bits=seen.bits[:0])
+        found = kernel.launch(q, keys, values, given, rule, cut)
+        torch.testing.assert_close(found.double().cpu(), due(q, keys, values, seen, rule), atol=2e-5, rtol=0)
 
 
 def test_attention_keeps_what_is_not_a_number() -> None:
@@ -391,6 +414,24 @@ def test_choice_is_the_samplers(vocab: int, dtype: torch.dtype) -> None:
         distributions = [s.process(row, [0]).double().softmax(0) for s, row in zip(samplers, logits, strict=True)]
         held = torch.stack([distribution[token] for distribution, token in zip(distributions, want, strict=True)])
         torch.testing.assert_close(prob.double(), held, atol=1e-5, rtol=1e-4)
+
+
+@jit
+def _rough(hashed, found, BLOCK: constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    bits = tl.load(hashed + at).to(tl.uint32)
+    tl.store(found + at, sample._rough_gumbel(bits, tl.zeros([BLOCK], tl.float32)))
+
+
+def test_rough_noise_is_close_to_the_noise() -> None:
+    """Near both ends, where it is largest and smallest, and where the series ends."""
+    steps = torch.arange(1024, dtype=torch.int64)
+    edge = int(2**32 * 0.996)
+    bits = torch.cat([steps, 2**32 - 1 - steps, edge - 512 + steps, steps * (2**22 - 1)]).to(DEVICE)
+    found = torch.empty(len(bits), device=DEVICE)
+    _rough[(1,)](bits, found, BLOCK=len(bits))
+    exact = -torch.log(-torch.log((bits.double() + 0.5) / 2**32))
+    torch.testing.assert_close(found.double(), exact, atol=5e-4, rtol=0)
 
 
 @settings(max_examples=20, deadline=None)

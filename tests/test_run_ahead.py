@@ -37,17 +37,18 @@ class Device(ToyLM):
         super().__init__()
         self._last: LastPass | None = None
         self._sent = PassAhead()
+        self._outputs: dict[int, SegmentOutput] = {}  # of the pass that began ahead
         self.run_ahead = self
         self.ran = self.begun = self.used = 0
 
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
-        outputs = self._sent.take(segments, taps)
-        self.used += outputs is not None
-        if outputs is None:
-            self.ran += 1
-            pairs = zip(segments, super().forward(segments, taps), strict=True)
-            outputs = [self._picked(segment, output) for segment, output in pairs]
-            self._last = LastPass(CAPTURED, segments, outputs)
+        if self._sent.take(segments, taps):
+            self.used += 1
+            return [self._outputs[segment.slot] for segment in segments]
+        self.ran += 1
+        pairs = zip(segments, super().forward(segments, taps), strict=True)
+        outputs = [self._picked(segment, output) for segment, output in pairs]
+        self._last = LastPass(CAPTURED, segments, outputs, None)
         return outputs
 
     def begin(self, slots: Seq[int], picks: Seq[Pick | None]) -> bool:
@@ -65,8 +66,9 @@ class Device(ToyLM):
             assert len(fed) == segment.end
             outputs.append(self._picked(segment, SegmentOutput(self.run(fed)[0][-1:], {})))
         self.begun += 1
-        self._sent = PassAhead.after(self._last, segments, outputs)
-        self._last = LastPass(CAPTURED, segments, outputs)
+        self._sent = PassAhead.after(self._last, segments)
+        self._outputs = {segment.slot: output for segment, output in zip(segments, outputs, strict=True)}
+        self._last = LastPass(CAPTURED, segments, outputs, None)
         return True
 
     def _picked(self, segment: Segment, output: SegmentOutput) -> SegmentOutput:
@@ -85,10 +87,12 @@ class Device(ToyLM):
         self._sent.drop(slot)
         super().release(slot)
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
+    def feed(
+        self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None, defer: bool = False
+    ) -> list[bool]:
         for slot in slots:
             self._sent.drop(slot)
-        return super().feed(tokens, slots, limit)
+        return super().feed(tokens, slots, limit, defer)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -68,7 +68,9 @@ class SixMethods(LM):
     def release(self, slot: int) -> None:
         self.texts[slot] = []
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
+    def feed(
+        self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None, defer: bool = False
+    ) -> list[bool]:
         self.texts.update({slot: list(text) for text, slot in zip(tokens, slots, strict=True)})
         return [True] * len(slots)
 
@@ -400,7 +402,7 @@ class FixTheSurest(Verifier):
             return Step(tree, [], [], [])  # a pass that commits nothing
         start = len(seq.tokens)
         for place, token in enumerate(state.tokens, start=1):
-            if seq.push(token, scores.logits, place):
+            if seq.push(token, scores, place):
                 break
         state.tokens = [MASK] * BLOCK
         # The block was scored before it was whole, so none of its entries can stay; the tokens are fed again.
@@ -477,7 +479,7 @@ class Trust(Verifier):
     def verify(self, seq: Sequence, tree: Layout, scores: Scores) -> Step:
         start = len(seq.tokens)
         for node in range(AHEAD):
-            if seq.push(int(scores.logits[node][:NOISE].argmax()), scores.logits, node):
+            if seq.push(int(scores.logits[node][:NOISE].argmax()), scores, node):
                 break
         return Step(tree, [0], seq.tokens[start:], [0])
 

@@ -17,7 +17,7 @@ from outpace.errors import OutpaceError
 from outpace.registry import method
 from outpace.sampling.settings import Sampling
 
-EXPLORERS = "lookahead+recycling:price=0"  # both draft broad trees, each in its own way
+EXPLORERS = "lookahead:price=0+recycling:price=0"  # both draft broad trees, each in its own way
 TOP = 16  # likeliest successors that are kept for each place; drafters that learn from logits read these
 
 # A place in a tree: how many tokens of the answer come before it, then the tokens of the branch that leaves the answer.

@@ -21,6 +21,7 @@ class Drafter:
     lossless_if: ClassVar[dict[str, object]] = {}  # options that make a lossy method lossless, if any exist
     policy: str = "fixed"  # its default policy
     verifier: str = "match"  # the default verifier of its draft tokens
+    remembers: ClassVar[bool] = True  # whether it may keep text of a request for others; False shares it among owners
     reads_logits: ClassVar[bool] = False  # whether it learns from all logits of every pass
     model_source: str | None = None  # source name of nodes that take a draft model pass per level; None: it has none
     taps: tuple[int, ...] = ()  # hidden states of the target that it reads; known once a request is open

@@ -25,6 +25,7 @@ from outpace.core.sequence import Sequence, Step
 from outpace.core.stats import timed
 from outpace.core.tree import Budget
 from outpace.errors import CacheFull, RequestFailed
+from outpace.sampling.sampler import Pick
 
 Work = Callable[[list[Sequence]], None]  # runs on a group of sequences
 
@@ -135,16 +136,17 @@ class Engine:
             seq.stats.spend({"prefill": seconds["prefill"]})
         with timed(seconds, "draft"):
             layouts = self._draft(failed)
-        with timed(seconds, "score"):
+        with timed(seconds, "prefill" if self._feeds else "score"):
             scores = self._score(layouts, failed)
-            if self.overlaps:
+            if self.overlaps and not self._feeds:
                 self._run_ahead(layouts)
         return PassInFlight(layouts, scores, [Event(seq) for seq in failed], seconds)
 
     def _end(self, flight: PassInFlight, with_scores: bool = True) -> list[Event]:
         """Wait for the pass, and commit its results to the running requests."""
         layouts, scores, events, seconds = flight.layouts, flight.scores, flight.events, flight.seconds
-        with timed(seconds, "score"):  # so that the wait is not counted as the time of the first reader
+        # Here, so that the wait is not counted as the time of the first reader.
+        with timed(seconds, "prefill" if self._feeds else "score"):
             for found in scores.values():
                 found.wait()
         with timed(seconds, "verify"):
@@ -158,13 +160,20 @@ class Engine:
             for seq, step in kept:
                 self._observe(seq, step, scores[seq.id])
         size = len(self.running)
-        self._report(PassReport(seconds, size, sum(map(len, layouts.values()))))
+        if not self._feeds:  # no policy expects the time of a prompt
+            self._report(PassReport(seconds, size, sum(map(len, layouts.values()))))
         for seq in list(self.running):
             seq.stats.spend(seconds)
             events.append(Event(seq, steps[seq.id], scores[seq.id] if with_scores else None, seconds, size))
+            seq.joins = False
             if seq.finished:
                 self.scheduler.leave(seq)
         return events
+
+    @property
+    def _feeds(self) -> bool:
+        """Whether the pass runs parts of prompts, too."""
+        return any(seq.joins for seq in self.running)
 
     def _draft(self, failed: list[Sequence]) -> dict[int, Layout]:
         """Return the layout to score for each running sequence. Sequences with the same drafter draft together."""
@@ -174,7 +183,7 @@ class Engine:
         def grant(group: list[Sequence]) -> None:
             for seq, budget in zip(group, group[0].policy.budgets(group, len(self.running)), strict=True):
                 layouts[seq.id] = seq.drafter.root(seq)
-                room = min(seq.room - 1, self.target.max_length - len(seq.tokens))
+                room = 0 if seq.joins else min(seq.room - 1, self.target.max_length - len(seq.tokens))
                 budgets[seq.id] = budget.within(room, self.target.trees)
 
         def propose(group: list[Sequence]) -> None:
@@ -246,12 +255,13 @@ class Engine:
         """Launch the next pass too if its input is known: no request drafts, and no code needs this result first."""
         ahead = self.target.run_ahead
         left = [seq for seq in self.running if seq.room > 1]
-        bare = all(len(layouts[seq.id]) == 1 and seq.limits.logprobs is None and seq.policy.idle(seq) for seq in left)
-        if ahead is not None and left and bare:
-            ahead.begin([slot_of(seq) for seq in left], [seq.verifier.pick(seq) for seq in left])
+        if ahead is None or not left or not all(len(layouts[seq.id]) == 1 and seq.policy.idle(seq) for seq in left):
+            return
+        picks = [seq.verifier.pick(seq) for seq in left]
+        if not any(_reads_logits(seq, pick) for seq, pick in zip(left, picks, strict=True)):
+            ahead.begin([slot_of(seq) for seq in left], picks)
 
     def _verify(self, seq: Sequence, layout: Layout, scores: Scores) -> Step | None:
-        self._read_states(seq)
         start = len(seq.tokens)
         try:
             return seq.verifier.verify(seq, layout, scores)
@@ -265,7 +275,6 @@ class Engine:
             return None
 
     def _observe(self, seq: Sequence, step: Step, scores: Scores) -> None:
-        self._read_states(seq)
         seq.stats.add(step)
         seq.drafted += [True] * step.accepted + [False] * (len(step.tokens) - step.accepted)
         try:
@@ -282,10 +291,10 @@ class Engine:
                 for seq in group:
                     seq.fail(f"{type(error).__name__}: {error}", error)
 
-    def _read_states(self, seq: Sequence) -> None:
-        states = self.target.states
-        if states is not None and (seq.drafter.taps or seq.verifier.taps):
-            seq.hidden = states.read(slot_of(seq))
+
+def _reads_logits(seq: Sequence, pick: Pick | None) -> bool:
+    """Return whether the host reads the logits of this request, which the next pass would overwrite."""
+    return seq.limits.logprobs is not None and (pick is None or pick.logprobs is None)
 
 
 def _notify(event: Event) -> None:

@@ -35,8 +35,7 @@ class Layout:
 
     def visible(self, since: int = 0) -> Tensor:
         """Return `sees` as a boolean mask."""  # [new nodes, nodes]
-        count = len(self)
-        return torch.tensor([[bool(bits >> node & 1) for node in range(count)] for bits in self.sees(since)])
+        return torch.tensor([[bool(bits >> node & 1) for node in range(len(self))] for bits in self.sees(since)])
 
     def children(self, node: int) -> list[int]:
         """Return the candidates for the position after this node; only trees have any."""

@@ -13,17 +13,17 @@ from collections.abc import Hashable, Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from outpace.core.layout import Layout
 from outpace.errors import UnsupportedModel
+from outpace.sampling.logits import Logits as Logits  # part of this interface
+from outpace.sampling.logprobs import Logprob
 from outpace.sampling.sampler import Pick
-from outpace.sampling.top_k import top_k
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
+    from outpace.models.embeddings import Embeddings
+    from outpace.models.memory import MemoryNeed
     from outpace.threads.worker import Worker
 
 Picks = Seq[Pick | None] | None
@@ -43,6 +43,8 @@ class LM(ABC):
     lazy_logits: bool = False  # True: reading logits is slow; use the model's own choice where possible
     prompt_tokens: int = 512  # of prompts, to feed between two passes of other requests
     usual_batch: int = 16  # requests that run at a time, unless the caller says otherwise
+    late_prompts: bool = False  # True: the last part of a prompt may run together with its first choice
+    late_choices: bool = False  # True: choices on the device may have edits and report log-probabilities
 
     layers: Layers | None = None
     drafts: SelfDraft | None = None
@@ -62,10 +64,14 @@ class LM(ABC):
         """Free the slot; its text stays cached until another text overwrites it."""
 
     @abstractmethod
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
+    def feed(
+        self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None, defer: bool = False
+    ) -> list[bool]:
         """Make each slot hold exactly these tokens: keep the common prefix, run the rest. Return which slots do.
 
         With a `limit`, stop after about `limit` tokens. Call again, with the same tokens, for the slots that do not.
+        With `defer`, a model with `late_prompts` may leave the last part of a prompt to the next `score`, whose layout
+        must then be a single node.
         """
 
     @abstractmethod
@@ -82,6 +88,10 @@ class LM(ABC):
     def clear(self) -> None:
         """Drop what idle slots hold, so that the next request reuses no cached prefix."""
 
+    def reused(self, slot: int) -> int:
+        """Return how many tokens of a slot's text were in the cache when the slot was acquired."""
+        return 0
+
     def prepare(self, requests: int) -> None:  # noqa: B027 (most models have nothing to prepare)
         """Prepare passes of up to this many requests, so that no answer waits for it."""
 
@@ -93,32 +103,6 @@ class LM(ABC):
     def reference(self) -> Reference:
         """Return the model without the engine, to compare with."""
         raise UnsupportedModel(f"{type(self).__name__} has no reference: it cannot run without the engine")
-
-
-class Logits:
-    """Logits of the nodes that a pass scored. A runtime with its own memory fetches them when they are read."""
-
-    def __init__(self, table: Tensor):  # [nodes, vocab]
-        self._table = table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, node: int) -> Tensor:  # [vocab]
-        return self._table[node]
-
-    def all(self) -> Tensor:  # [nodes, vocab]
-        """Return the logits of all nodes."""
-        return self._table
-
-    def top_k(self, k: int) -> Tensor:  # [nodes, k]
-        """Return the k likeliest tokens of each node in order."""
-        return top_k(self._table, k)
-
-    def wait(self) -> None:
-        """Wait until the device has computed the logits."""
-        if self._table.is_cuda:
-            torch.cuda.synchronize()
 
 
 @dataclass
@@ -137,6 +121,10 @@ class Picked:
 
     def wait(self) -> None:
         """Wait until the choices are made."""
+
+    def logprob(self, node: int) -> Logprob | None:
+        """Return the log-probability of a node's choice, if the pick asked for it and the device knows it."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -224,8 +212,12 @@ class HiddenStates(Protocol):
 
     embeddings: Embeddings | None  # None: the model has no such matrices
 
-    def read(self, slot: int) -> Tensor | None:  # [tokens, taps]
-        """Return the hidden states of the committed tokens, for a slot acquired with taps."""
+    @property
+    def captures(self) -> bool:
+        """Whether heads may run as captured graphs beside this model."""
+
+    def read(self, slot: int, first: int = 0) -> Tensor | None:  # [tokens - first, taps]
+        """Return the hidden states of the committed tokens from `first` on, for a slot acquired with taps."""
 
     def attach(self, head: Any) -> LM:
         """Wrap a head that drafts token by token as a model that runs like this one."""
@@ -242,56 +234,5 @@ class Weights(Protocol):
     def changed(self) -> None:
         """Drop everything computed from the old weights, after they have changed."""
 
-    def memory(self, tokens: int) -> MemoryNeed | None:
-        """Return the memory of the weights and of a cache of `tokens` tokens, or None if unknown."""
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """The input embedding and output embedding (unembedding) matrices of a model."""
-
-    embed: Tensor  # [vocab, hidden]
-    unembed: Tensor  # [vocab, hidden]
-    config: PreTrainedConfig | None = None  # of the layers in between
-
-    @property
-    def hidden(self) -> int:
-        return self.embed.shape[1]
-
-    @property
-    def vocab(self) -> int:
-        return self.embed.shape[0]
-
-    @property
-    def fingerprint(self) -> list[float]:
-        """Sixteen numbers that identify the weights, in any precision."""
-        places = torch.linspace(0, self.embed.numel() - 1, 16, dtype=torch.float64).long()
-        return self.embed.reshape(-1)[places.to(self.embed.device)].float().tolist()
-
-
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Bytes of the weights, bytes of the cache for some tokens, and bytes available for the cache."""
-
-    weights: int
-    token: int  # of the cache, per token
-    tokens: int
-    available: int  # for the whole cache: its current memory plus free memory
-
-    @property
-    def cache(self) -> int:
-        return self.token * self.tokens
-
-    @property
-    def fits(self) -> bool:
-        return self.cache <= self.available
-
-    def __str__(self) -> str:
-        return (
-            f"{spell_bytes(self.weights)} of weights and {spell_bytes(self.cache)} of cache for {self.tokens} tokens "
-            f"({spell_bytes(self.available)} available for the cache)"
-        )
-
-
-def spell_bytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    def memory(self, tokens: int, requests: int = 1) -> MemoryNeed | None:
+        """Return the memory of the weights, and of the cache for requests of `tokens` tokens; None if unknown."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from outpace.core.layout import Layout
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import OFF, ROOT, Budget, Signal, Tree
-from outpace.errors import UsageError
+from outpace.errors import check_ranges
 
 
 @dataclass
@@ -25,10 +26,7 @@ class Policy:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("depth", "nodes", "width"):
-            value = getattr(self, name)
-            if value is not None and value < (name == "width"):
-                raise UsageError(f"{name}={value} is out of range")
+        check_ranges(self, depth=(0, inf), nodes=(0, inf), width=(1, inf))
 
     def budget(self, seq: Sequence) -> Budget:
         """Return the limits of the next draft of this sequence."""

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import accumulate, compress
+from time import perf_counter
 
 import torch
 
-from outpace.core.lm import LM, MemoryNeed
+from outpace.core.lm import LM
 from outpace.core.sequence import Sequence
 from outpace.errors import CacheFull, UsageError
 
@@ -53,12 +54,13 @@ class Scheduler:
         while self.waiting and len(self.running) + len(self.feeding) < self.max_batch and not self._must_wait:
             seq = self.waiting.popleft()
             need = None if self.target.weights is None else self.target.weights.memory(len(seq.tokens) + seq.room)
-            if need is not None and not need.fits:
-                seq.fail(f"the request does not fit into memory: {need}; {_advice(need, len(seq.tokens))}")
+            if need is not None and need.cache > need.available:  # a limit is met when the text is that long
+                seq.fail(f"the request does not fit into memory: {need}; {need.advice(len(seq.tokens))}")
                 self.leave(seq)
                 failed.append(seq)
                 continue
             self.feeding.append(seq)
+            seq.started = perf_counter()
             try:
                 seq.slot = self.target.acquire(seq.tokens[:-1], context=seq.context, taps=_taps(seq))
             except Exception as error:
@@ -79,7 +81,7 @@ class Scheduler:
     def _feed_group(self, group: list[Sequence], limit: int | None, failed: list[Sequence]) -> None:
         """Feed prompts together; after an error each one alone, to find the request that it belongs to."""
         try:
-            done = self.target.feed([seq.tokens[:-1] for seq in group], list(map(slot_of, group)), limit)
+            done = self.target.feed([seq.tokens[:-1] for seq in group], list(map(slot_of, group)), limit, defer=True)
         except Exception as error:
             if len(group) == 1:
                 return self._failed(group[0], error, failed)
@@ -89,6 +91,8 @@ class Scheduler:
             for seq in compress(group, done):
                 self.feeding.remove(seq)
                 self.running.append(seq)
+                seq.joins = self.target.late_prompts
+                seq.cached = self.target.reused(slot_of(seq))
 
     def _failed(self, seq: Sequence, error: Exception, failed: list[Sequence]) -> None:
         """Handle a failed admission: the request waits if memory is short and other requests will free some."""
@@ -143,11 +147,6 @@ def slot_of(seq: Sequence) -> int:
     """Return the slot of a request that has one."""
     assert seq.slot is not None, "a request has a slot while it is fed and while it runs"
     return seq.slot
-
-
-def _advice(need: MemoryNeed, prompt: int) -> str:
-    most = need.available // need.token - prompt
-    return f"lower max_tokens to {most}" if most > 0 else f"the prompt alone has {prompt} tokens"
 
 
 def _taps(seq: Sequence) -> tuple[int, ...]:

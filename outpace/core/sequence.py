@@ -16,7 +16,7 @@ from outpace.sampling.logprobs import Logprob, logprob_of
 
 if TYPE_CHECKING:
     from outpace.core.drafter import Drafter
-    from outpace.core.lm import LM, Context, Logits
+    from outpace.core.lm import LM, Context, Scores
     from outpace.core.policy import Policy
     from outpace.core.verifier import Verifier
     from outpace.sampling.sampler import Sampler
@@ -90,8 +90,11 @@ class Sequence:
     target: LM | None = None  # set when it is submitted
     vocab: int = 0  # of the target
     context: Context = None  # what the text is conditioned on besides its tokens
+    prediction: list[int] = field(default_factory=list)  # a text that the caller expects, for methods to draft from
     slot: int | None = None  # in the target's cache, while it runs
-    hidden: Tensor | None = None  # [tokens in the cache, taps], if the drafter or the verifier reads taps
+    joins: bool = False  # its first pass is next, and may run a part of its prompt, too: nothing is drafted
+    started: float = 0.0  # when it got a slot, by `time.perf_counter`
+    cached: int = 0  # tokens of the prompt that were in the target's cache already
     finish_reason: FinishReason | None = None
     error: str | None = None
     cause: Exception | None = None  # raised by this request's own code, for its caller
@@ -104,6 +107,13 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+
+    @property
+    def hidden(self) -> Tensor | None:  # [tokens in the cache, taps]
+        """The target's hidden states, if the drafter or the verifier reads some."""
+        if self.target is None or self.target.states is None or self.slot is None:
+            return None
+        return self.target.states.read(self.slot)
 
     @property
     def generated(self) -> list[int]:
@@ -128,13 +138,11 @@ class Sequence:
         """Remove and return the state that `owner` keeps, or None if it has none."""
         return self._memory.pop(id(owner), None)
 
-    def push(self, token: int, logits: Logits, node: int) -> bool:
-        """Commit the token chosen at a node, given the model's raw logits; True if the request ends with it."""
+    def push(self, token: int, scores: Scores, node: int) -> bool:
+        """Commit the token chosen at a node, given the scores of its pass; True if the request ends with it."""
         if self.limits.logprobs is not None:
-            own = logits[node]  # [vocab]; read only if log-probabilities are requested
-            if self.limits.processed:
-                own = self.sampler.sampled_logits(own, self.tokens)
-            self.logprobs.append(logprob_of(token, own, self.limits.logprobs))
+            known = None if scores.picked is None else scores.picked.logprob(node)
+            self.logprobs.append(known or self._logprob(token, scores.logits.peek(node), self.limits.logprobs))
         self.tokens.append(token)
         enough = len(self.tokens) - self.prompt_length >= self.limits.min_tokens
         if self.watcher is not None:
@@ -144,6 +152,11 @@ class Sequence:
         elif self.room <= 0:
             self.finish_reason = "length"
         return self.finished
+
+    def _logprob(self, token: int, logits: Tensor, count: int) -> Logprob:  # [vocab]
+        if self.limits.processed:
+            logits = self.sampler.sampled_logits(logits, self.tokens)
+        return logprob_of(token, logits, count)
 
     def fail(self, message: str, cause: Exception | None = None) -> None:
         self.finish_reason, self.error, self.cause = "error", message, cause

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,18 +57,13 @@ class Stats:
 
     def merge(self, other: Stats) -> Stats:
         """Return the sum of both; times are added too, so merge only statistics of separate runs."""
-        longest = max(len(self.offered), len(other.offered))
-
-        def both(a: list[int], b: list[int]) -> list[int]:
-            return [sum(x[i] for x in (a, b) if i < len(x)) for i in range(longest)]
-
         return Stats(
             self.passes + other.passes,
             self.tokens + other.tokens,
             self.drafted + other.drafted,
             self.accepted + other.accepted,
-            both(self.offered, other.offered),
-            both(self.matched, other.matched),
+            [sum(pair) for pair in zip_longest(self.offered, other.offered, fillvalue=0)],
+            [sum(pair) for pair in zip_longest(self.matched, other.matched, fillvalue=0)],
             {k: self.seconds.get(k, 0.0) + other.seconds.get(k, 0.0) for k in {*self.seconds, *other.seconds}},
         )
 

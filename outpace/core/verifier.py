@@ -11,17 +11,18 @@ next      the choice at the last accepted node: it is committed too and becomes 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outpace.core.layout import Layout
 from outpace.core.sequence import Sequence, Step
 from outpace.core.tree import ROOT, Tree
 from outpace.errors import RequestFailed
+from outpace.sampling.logprobs import MOST_ON_DEVICE
 from outpace.sampling.sampler import Pick
 
 if TYPE_CHECKING:
-    from outpace.core.lm import Logits, Scores
+    from outpace.core.lm import Scores
 
 
 class Verifier:
@@ -50,30 +51,35 @@ class Match(Verifier):
     """Let the target make its own choice at each node, and descend while that choice is in the tree."""
 
     def pick(self, seq: Sequence) -> Pick | None:
-        return seq.sampler.pick
+        if seq.target is None or not seq.target.late_choices:
+            return seq.sampler.pick
+        pick, count = seq.sampler.edited_pick, seq.limits.logprobs
+        if pick is None or count is None or count > MOST_ON_DEVICE or seq.limits.processed:
+            return pick
+        return replace(pick, logprobs=count)
 
     def verify(self, seq: Sequence, tree: Tree, scores: Scores) -> Step:
-        logits = scores.logits
         if scores.picked is not None:
-            return descend(seq, tree, logits, _lookup(seq, scores.picked.tokens, scores.picked.best))
+            return descend(seq, tree, scores, _lookup(seq, scores, scores.picked.tokens, scores.picked.best))
         if seq.sampler.plain:
-            best = logits.all().max(-1)
-            return descend(seq, tree, logits, _lookup(seq, best.indices.tolist(), best.values.tolist()))
-        return descend(seq, tree, logits, lambda node: seq.sampler.choose(logits[node], seq.tokens))
+            best = scores.logits.likeliest()
+            return descend(seq, tree, scores, _lookup(seq, scores, best.tokens, best.logits))
+        return descend(seq, tree, scores, lambda node: seq.sampler.choose(scores.logits.peek(node), seq.tokens))
 
 
-def _lookup(seq: Sequence, tokens: Seq[int], values: list[float]) -> Callable[[int], int]:
+def _lookup(seq: Sequence, scores: Scores, tokens: Seq[int], values: list[float]) -> Callable[[int], int]:
     """Return a function that looks up choices already made for all nodes at once."""
 
     def choose(node: int) -> int:
         if not abs(values[node]) < float("inf"):  # false for NaN too
+            seq.sampler.process(scores.logits[node], seq.tokens)  # raises an error that says why
             raise RequestFailed(f"the model returned non-finite logits at position {len(seq.tokens)}")
         return tokens[node]
 
     return choose
 
 
-def descend(seq: Sequence, tree: Tree, logits: Logits, choose: Callable[[int], int]) -> Step:
+def descend(seq: Sequence, tree: Tree, scores: Scores, choose: Callable[[int], int]) -> Step:
     start, path = len(seq.tokens), [ROOT]
     while True:
         node = path[-1]
@@ -81,5 +87,5 @@ def descend(seq: Sequence, tree: Tree, logits: Logits, choose: Callable[[int], i
         child = tree.child(node, token)
         if child is not None:
             path.append(child)
-        if seq.push(token, logits, node) or child is None:
+        if seq.push(token, scores, node) or child is None:
             return Step(tree, path, seq.tokens[start:], path)

@@ -59,7 +59,9 @@ class TranslatedLM(LM):
         del self._held[slot]
         self.lm.release(slot)
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
+    def feed(
+        self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None, defer: bool = False
+    ) -> list[bool]:
         """Only store the tokens: what the draft is fed depends on the token that follows."""
         for wanted, slot in zip(tokens, slots, strict=True):
             self._held[slot].tokens = list(wanted)

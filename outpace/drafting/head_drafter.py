@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outpace.core.lm import LM
+from outpace.core.lm import LM, DraftShape
 from outpace.core.sequence import Sequence
 from outpace.core.tree import Budget, Tree
 from outpace.drafting import parallel_trees
 from outpace.drafting.candidates import fitted
 from outpace.drafting.linked_heads import LinkedDistributions, LinkedLM
-from outpace.drafting.model_drafter import DraftSlot, ModelDrafter, SelfDrafting
+from outpace.drafting.model_drafter import DraftSlot, ModelDrafter, SelfDrafting, own_pick, planted
+from outpace.drafting.slot_graphs import SlotGraphs, SlotRequest
 from outpace.errors import HeadNotFound
 from outpace.heads import store
 from outpace.heads.parallel import Parallel, Text
@@ -22,11 +23,11 @@ from outpace.heads.recursive import Recursive
 from outpace.models.hf.head_lm import HeadLM
 
 
-def states(seq: Sequence) -> Tensor | None:
-    """The target's hidden states of the text without its last token. None while some are missing, because the prompt is
-    still being prefilled in this pass."""  # [tokens - 1, taps * hidden]
+def states(seq: Sequence, first: int = 0) -> Tensor | None:
+    """The target's hidden states of the text from token `first` on, without its last token. None while some are
+    missing, because the prompt is still being prefilled in this pass."""  # [tokens - 1 - first, taps * hidden]
     assert seq.target is not None and seq.target.states is not None and seq.slot is not None
-    hidden, count = seq.target.states.read(seq.slot), len(seq.tokens) - 1
+    hidden, count = seq.target.states.read(seq.slot, first), len(seq.tokens) - 1 - first
     return None if hidden is None or not 0 < count <= len(hidden) else hidden[:count]
 
 
@@ -38,9 +39,17 @@ def trained(kind: str, target: LM) -> bool:
         return False
 
 
+class GraphSlot(NamedTuple):
+    """A request's slot in the captured drafts of a head."""
+
+    graphs: SlotGraphs
+    slot: int
+
+
 class HeadDrafter(SelfDrafting):
     """A drafter that uses a recursive head as its model; a subclass declares `head` and the tree options."""
 
+    remembers: ClassVar[bool] = False
     kind: ClassVar[str]  # the kind of its head
     head: str | Recursive | None
 
@@ -68,17 +77,15 @@ class HeadDrafter(SelfDrafting):
             trees |= {seq.id: tree for (seq, _), tree in zip(ready, drafted, strict=True)}
         return [trees[seq.id] for seq in seqs]
 
-    @torch.no_grad()
     def _feed(self, seq: Sequence) -> bool:
         """Give the head the target's states that it has not read yet; return False while they are missing."""
-        hidden = states(seq)
-        if hidden is None:
-            return False
         lm, slot = self.lm(seq), self.slot(seq)
         assert isinstance(lm, HeadLM)
-        first, entrance = lm.known(slot, seq.tokens[:-1]), self._head.model
-        lm.take_features(slot, first, entrance.fuse(hidden[first:].to(entrance.embed.weight.dtype)))
-        return True
+        first = lm.known(slot, seq.tokens[:-1])
+        hidden = states(seq, first)
+        if hidden is not None:
+            lm.take_states(slot, first, hidden)
+        return hidden is not None
 
 
 class ParallelDrafter(ModelDrafter):
@@ -97,6 +104,7 @@ class ParallelDrafter(ModelDrafter):
         super().__post_init__()
         self._target: LM | None = None
         self._linked: LinkedLM | None = None  # grows the trees of a linked head
+        self._graphs: SlotGraphs | None = None  # drafts in captured graphs, beside a target that runs in graphs
 
     def open(self, seq: Sequence) -> None:
         assert seq.target is not None, "the engine names the target"
@@ -107,6 +115,7 @@ class ParallelDrafter(ModelDrafter):
             self._head, self._target = seq.target.states.prepare_head(head), seq.target
             self._vocab = store.embeddings_or_error(seq.target).vocab
             self._linked = LinkedLM(self._head, self._vocab) if head.spec.linked else None
+            self._graphs = SlotGraphs(self._head) if seq.target.states.captures and not self.ranks else None
         self.taps = self._head.spec.taps
 
     def lm(self, seq: Sequence) -> LM:
@@ -122,8 +131,9 @@ class ParallelDrafter(ModelDrafter):
     @torch.no_grad()
     def propose_batch(self, seqs: Seq[Sequence], budgets: Seq[Budget]) -> list[Tree]:
         """Run the head once for all requests with complete hidden states; the others wait for the next pass."""
-        trees = {seq.id: Tree([seq.tokens[-1]]) for seq in seqs}
-        ready = [given for given in zip(seqs, budgets, strict=True) if self._read(given[0])]
+        asked = list(zip(seqs, budgets, strict=True))
+        trees = {seq.id: Tree([seq.tokens[-1]]) for seq in seqs} | self._captured(asked)
+        ready = [(seq, budget) for seq, budget in asked if len(trees[seq.id]) == 1 and self._read(seq)]
         if ready:
             deepest = max(budget.depth for _, budget in ready)
             made = self._head.slots([seq.state(self, Text) for seq, _ in ready], deepest)  # [batch, slots, hidden]
@@ -132,6 +142,29 @@ class ParallelDrafter(ModelDrafter):
             )
             trees |= {seq.id: tree for (seq, _), tree in zip(ready, grown, strict=True)}
         return [trees[seq.id] for seq in seqs]
+
+    def _captured(self, asked: Seq[tuple[Sequence, Budget]]) -> dict[int, Tree]:
+        """Draft in a graph where nothing but the head has a say: no processor, no policy that watches, no filter."""
+        graphs, requests = self._graphs, dict[int, SlotRequest]()
+        for seq, budget in asked if graphs is not None and graphs.on else ():
+            pick = own_pick(seq, budget)
+            if graphs is None or pick is None:
+                continue
+            slot, count = self._graph_slot(graphs, seq), len(seq.tokens) - 1
+            first = graphs.first(slot, count)
+            hidden, depth = states(seq, first), min(budget.depth, budget.nodes, self._head.spec.steps)
+            if hidden is not None:
+                shape = DraftShape(depth, budget.width, budget.nodes)
+                requests[seq.id] = SlotRequest(slot, first, hidden, seq.tokens[-1], shape, pick)
+        found = None if graphs is None or not requests else graphs.draft(list(requests.values()))
+        drafted = dict(zip(requests, found or [], strict=found is not None))
+        return {seq.id: planted(seq, drafted[seq.id], requests[seq.id].shape) for seq, _ in asked if seq.id in drafted}
+
+    def _graph_slot(self, graphs: SlotGraphs, seq: Sequence) -> int:
+        kept = seq.state(self, Text).cached
+        if "graphs" not in kept:
+            kept["graphs"] = GraphSlot(graphs, graphs.acquire())
+        return kept["graphs"].slot
 
     def _independent(self, ready: Seq[tuple[Sequence, Budget]], made: Tensor) -> list[Tree]:
         """Trees from slots that do not depend on the draft tokens before them."""  # [batch, slots, hidden]
@@ -166,3 +199,5 @@ class ParallelDrafter(ModelDrafter):
         text: Text | None = seq.forget(self)
         if text is not None and "slot" in text.cached:
             text.cached["slot"].lm.release(text.cached["slot"].slot)
+        if text is not None and "graphs" in text.cached:
+            text.cached["graphs"].graphs.release(text.cached["graphs"].slot)

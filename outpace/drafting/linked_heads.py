@@ -7,31 +7,31 @@ link layer and the output layer. Their inputs are the slot at the node's depth, 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outpace.core.lm import Context, DraftShape, DraftToken
 from outpace.core.sequence import Sequence
+from outpace.drafting import slot_trees
 from outpace.drafting.candidates import RankedCandidates, fitted, ranked_candidates
 from outpace.errors import RequestFailed
 from outpace.heads.parallel import Parallel
 from outpace.models.cacheless import CachelessLM
-from outpace.models.compiled.device_tree import DeviceTrees, DraftDevice, TreeLevels
-from outpace.models.compiled.graph_pass import BATCHES, rounded
+from outpace.models.compiled.drafts.device_tree import (
+    DeviceTree,
+    DraftDevice,
+    TreeLevels,
+    TreeRules,
+    TreeSizes,
+    TreeStart,
+    rules_of,
+)
 from outpace.models.hf.module import STATE
 from outpace.models.segment import Segment, SegmentOutput
 from outpace.sampling.sampler import Pick
 
 ENDLESS = 1 << 62  # no limit: only the head's slots are read, never the text
-
-
-class LinkedProgram(NamedTuple):
-    """The program that grows trees of one batch size and one width."""
-
-    trees: DeviceTrees
-    slots: Tensor  # [slots, batch, hidden]
 
 
 class LinkedLM(CachelessLM):
@@ -46,8 +46,6 @@ class LinkedLM(CachelessLM):
         self.choices = vocab if head.ids is None else len(head.ids)
         self.drafts = self
         self._slots: dict[int, Tensor] = {}  # slot of the cache -> [slots of the head, hidden]
-        self._programs: dict[tuple[int, int], LinkedProgram] = {}
-        self._memory: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
         return super().acquire([], taps=STATE)
@@ -60,7 +58,9 @@ class LinkedLM(CachelessLM):
         """Store the head's states for the text in this slot of the cache."""  # [slots of the head, hidden]
         self._slots[slot] = slots
 
-    def feed(self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None) -> list[bool]:
+    def feed(
+        self, tokens: Seq[list[int]], slots: Seq[int], limit: int | None = None, defer: bool = False
+    ) -> list[bool]:
         for slot in slots:
             self.slots[slot].forget_layout()
         return [True] * len(slots)
@@ -90,34 +90,21 @@ class LinkedLM(CachelessLM):
         self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
     ) -> list[list[DraftToken]] | None:
         """Draft all levels on the device without reading any of them back; for greedy decoding only."""
-        width = shapes[0].width
-        if any(pick.temperature for pick in picks) or width > self.choices or len(slots) > BATCHES[-1]:
+        width, depth = shapes[0].width, max(shape.depth for shape in shapes)
+        if any(pick.temperature for pick in picks) or width > self.choices:
             return None
-        trees, given = self._program(len(slots), width)
-        placed = torch.stack([self._slots[slot] for slot in slots], dim=1)  # [slots of the head, batch, hidden]
-        given[: len(placed), : len(slots)] = placed
-        left = self._link(placed[0], torch.zeros_like(placed[0]), torch.tensor(tokens, device=self.device))
-        found = trees.grow(self.head.logits(left), left, shapes)
-        return [grown.draft_tokens(shape) for grown, shape in zip(found, shapes, strict=True)]
-
-    def _program(self, batch: int, width: int) -> LinkedProgram:
-        batch = batch if self._memory is None else rounded(batch, BATCHES)
-        if (batch, width) not in self._programs:
-            steps, embed = self.head.spec.steps, self.head.embed.weight
-            levels = TreeLevels.empty(
-                steps, batch, width, self.head.ids, DraftDevice(self.device, embed.shape[1], embed.dtype)
-            )
-            slots = torch.zeros(steps, batch, embed.shape[1], dtype=embed.dtype, device=self.device)
-
-            def advance() -> None:
-                assert levels.entering is not None
-                own = slots.index_select(0, (levels.level + 1).clamp(max=steps - 1))[0]  # [batch, hidden]
-                own = own[:, None].expand_as(levels.entering).flatten(0, 1)
-                left = self._link(own, levels.entering.flatten(0, 1), levels.tokens.flatten())
-                levels.advance(self.head.logits(left), left)
-
-            self._programs[batch, width] = LinkedProgram(DeviceTrees(levels, advance, self._memory), slots)
-        return self._programs[batch, width]
+        sizes = TreeSizes(len(slots), self.head.spec.steps, width, width)
+        starts = [TreeStart(shape, pick, 0) for shape, pick in zip(shapes, picks, strict=True)]
+        rules = TreeRules.of_numbers(torch.from_numpy(rules_of(starts, sizes)).to(self.device), sizes)
+        embed = self.head.embed.weight
+        fed = DraftDevice(self.device, embed.shape[1], embed.dtype)
+        levels = TreeLevels.empty(sizes, rules, False, self.head.ids, fed)
+        placed = torch.stack([self._slots[slot] for slot in slots])  # [batch, slots of the head, hidden]
+        slot_trees.grow(self.head, levels, placed, torch.tensor(tokens, device=self.device), depth)
+        count = min(max(shape.nodes for shape in shapes), depth * width**2)
+        found = levels.numbers(depth, count).tolist()
+        trees = [DeviceTree.from_numbers(numbers, count, sizes) for numbers in found]
+        return [tree.draft_tokens(shape.nodes) for tree, shape in zip(trees, shapes, strict=True)]
 
     def _link(self, slots: Tensor, before: Tensor, tokens: Tensor) -> Tensor:  # [nodes, hidden] twice, [nodes]
         assert self.head.link is not None

@@ -74,6 +74,7 @@ class DraftSlot(NamedTuple):
 class ModelDrafter(SizedDrafter):
     """A drafter that runs a model; a subclass chooses the model and declares the tree options."""
 
+    remembers: ClassVar[bool] = False
     model_source: str | None = ""  # "": all of its nodes, which carry no source name of their own
     unsettled_tokens: ClassVar[int] = 1  # tokens at the end of the text that may change before the next pass
 
@@ -101,33 +102,29 @@ class ModelDrafter(SizedDrafter):
         active = [growth for growth in growths if _can(growth, lm)]
         lm.feed([growth.fed_tokens for growth in active], [self.slot(growth.seq) for growth in active])
         drafted = self._drafted_whole(lm, active)
-        if drafted is not None:
-            return [drafted.get(id(growth), Tree([growth.seq.tokens[-1]])) for growth in growths]
+        active = [growth for growth in active if id(growth) not in drafted]
         while active:
             slots, since = [self.slot(growth.seq) for growth in active], [growth.since for growth in active]
             scores = lm.score([growth.scored for growth in active], slots, since)
             active = [growth for growth, s in zip(active, scores, strict=True) if self._grow(growth, s.logits.all())]
-        return [_final(growth) for growth in growths]
+        return [drafted.get(id(growth)) or _final(growth) for growth in growths]
 
-    def _drafted_whole(self, lm: LM, growths: Seq[TreeGrowth]) -> dict[int, Tree] | None:
-        """Let the model draft whole trees, without reading each level back. None where the model cannot, or where a
-        policy must see every level."""
-        if lm.drafts is None:
-            return None
-        picks = [pick for growth in growths if (pick := _own_pick(growth)) is not None]
-        budgets = [growth.budget for growth in growths]
+    def _drafted_whole(self, lm: LM, growths: Seq[TreeGrowth]) -> dict[int, Tree]:
+        """Let the model draft whole trees, without reading each level back; not where a policy must see every level."""
+        able = [(growth, pick) for growth in growths if (pick := own_pick(growth.seq, growth.budget)) is not None]
+        budgets = [growth.budget for growth, _ in able]
         shapes = [DraftShape(min(budget.levels, budget.nodes), budget.width, budget.nodes) for budget in budgets]
-        if len({shape.width for shape in shapes}) != 1 or len(picks) < len(growths) or self.unsettled_tokens > 1:
-            return None
+        if lm.drafts is None or len({shape.width for shape in shapes}) != 1 or self.unsettled_tokens > 1:
+            return {}
         deepest = max(shape.depth for shape in shapes)
-        if any(len(growth.seq.tokens) + deepest > lm.max_length for growth in growths):
-            return None
-        slots, roots = [self.slot(growth.seq) for growth in growths], [growth.seq.tokens[-1] for growth in growths]
-        found = lm.drafts.draft(slots, roots, shapes, picks)
+        if any(len(growth.seq.tokens) + deepest > lm.max_length for growth, _ in able):
+            return {}
+        slots, roots = [self.slot(growth.seq) for growth, _ in able], [growth.seq.tokens[-1] for growth, _ in able]
+        found = lm.drafts.draft(slots, roots, shapes, [pick for _, pick in able])
         if found is None:
-            return None
-        drafts = zip(growths, found, shapes, strict=True)
-        return {id(growth): _planted(growth, tokens, shape.depth) for growth, tokens, shape in drafts}
+            return {}
+        drafts = zip(able, found, shapes, strict=True)
+        return {id(growth): planted(growth.seq, tokens, shape) for (growth, _), tokens, shape in drafts}
 
     def _grow(self, growth: TreeGrowth, logits: Tensor) -> bool:
         """Add one level; return True if there is more to draft."""  # [new nodes, vocab]
@@ -171,6 +168,8 @@ class ModelDrafter(SizedDrafter):
 
 class SelfDrafting(ModelDrafter):
     """A drafter that makes its model from the target itself, once the first request names the target."""
+
+    remembers: ClassVar[bool] = True  # some choose the layers by the first prompt
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -230,13 +229,13 @@ def _final(growth: TreeGrowth) -> Tree:
     return tree
 
 
-def _planted(growth: TreeGrowth, drafted: Seq[DraftToken], depth: int) -> Tree:
+def planted(seq: Sequence, drafted: Seq[DraftToken], shape: DraftShape) -> Tree:
     """Build the tree of a model's own draft tokens, parents first, within this request's budget."""
-    tree, depths, places = Tree([growth.seq.tokens[-1]]), [0], list[int | None]()
+    tree, depths, places = Tree([seq.tokens[-1]]), [0], list[int | None]()
     for item in drafted:
         parent = ROOT if item.parent < 0 else places[item.parent]
-        possible = item.token < growth.seq.vocab and len(tree) <= growth.budget.nodes  # its vocabulary may be larger
-        if parent is None or not possible or depths[parent] >= depth:
+        possible = item.token < seq.vocab and len(tree) <= shape.nodes  # its vocabulary may be larger
+        if parent is None or not possible or depths[parent] >= shape.depth:
             places.append(None)
             continue
         places.append(tree.add(parent, item.token, Signal(item.prob, 0.0)))
@@ -244,10 +243,9 @@ def _planted(growth: TreeGrowth, drafted: Seq[DraftToken], depth: int) -> Tree:
     return tree
 
 
-def _own_pick(growth: TreeGrowth) -> Pick | None:
+def own_pick(seq: Sequence, budget: Budget) -> Pick | None:
     """The sampling rule with which a model may draft whole trees; None where it cannot, or where levels are watched."""
-    seq, pick = growth.seq, growth.seq.sampler.pick
-    watched = growth.budget.stop is not None or seq.policy.watches_draft
+    pick, watched = seq.sampler.pick, budget.stop is not None or seq.policy.watches_draft
     if watched or not seq.verifier.shares_noise or pick is None or pick.filters or pick.rule != GUMBEL:
         return None
     return pick

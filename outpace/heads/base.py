@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from outpace.core.lm import Embeddings
 from outpace.errors import UsageError
+from outpace.models.embeddings import Embeddings
 
 LEAST = {"layers": 1, "steps": 1, "draft_vocab": 0, "feedforward": 0, "rank": 0, "linked": 0}
 BORROWED = ("embed", "unembed")  # names of the modules that hold the target's matrices

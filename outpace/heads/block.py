@@ -8,6 +8,7 @@ each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,10 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from outpace.core.lm import Embeddings
 from outpace.heads.base import ChainStepOutput, HeadSpec, evenly
-from outpace.heads.parallel import Parallel, Text
+from outpace.heads.parallel import Parallel, Text, TextCache, TextInputs
 from outpace.heads.recursive import layer_config
+from outpace.models.cache.pool import CacheShape
+from outpace.models.embeddings import Embeddings
 
 LAYERS, STEPS = 3, 7  # defaults of a head
 ANCHORS = 128  # positions of a training text where blocks start
@@ -44,7 +46,8 @@ class BlockLayer(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         hidden, eps, self.dim = config.hidden_size, config.rms_norm_eps, config.head_dim
-        own, shared = config.num_attention_heads * self.dim, config.num_key_value_heads * self.dim
+        self.kv_heads = config.num_key_value_heads
+        own, shared = config.num_attention_heads * self.dim, self.kv_heads * self.dim
         self.q_proj, self.o_proj = nn.Linear(hidden, own, bias=False), nn.Linear(own, hidden, bias=False)
         self.k_proj, self.v_proj = (nn.Linear(hidden, shared, bias=False) for _ in range(2))
         self.mlp = LlamaMLP(config)
@@ -68,24 +71,43 @@ class Context:
     """Keys and values of a text in all layers, followed by room for a block, which the next block overwrites."""
 
     def __init__(self) -> None:
-        self.keys_values: Tensor | None = None  # [layers, 2, kv heads, room, dim]
+        self.keys_values: list[Tensor] = []  # of each layer, [2, kv heads, room, dim]
         self.length = 0
 
-    def extend(self, new: Tensor, spare: int) -> None:  # [layers, 2, kv heads, tokens, dim]
-        end = self.length + new.shape[3]
-        if self.keys_values is None or self.keys_values.shape[3] < end + spare:
-            larger = new.new_zeros(*new.shape[:3], 2 * end + spare, new.shape[4])
-            if self.keys_values is not None:
-                larger[:, :, :, : self.length] = self.keys_values[:, :, :, : self.length]
-            self.keys_values = larger
-        self.keys_values[:, :, :, self.length : end] = new
-        self.length = end
+    def write(self, layer: int, new: Tensor, spare: int) -> None:  # [2, kv heads, tokens, dim]
+        end = self.length + new.shape[2]
+        if layer == len(self.keys_values):
+            self.keys_values.append(new.new_zeros(2, new.shape[1], 2 * end + spare, new.shape[3]))
+        if self.keys_values[layer].shape[2] < end + spare:
+            larger = new.new_zeros(2, new.shape[1], 2 * end + spare, new.shape[3])
+            larger[:, :, : self.length] = self.keys_values[layer][:, :, : self.length]
+            self.keys_values[layer] = larger
+        self.keys_values[layer][:, :, self.length : end] = new
 
-    def with_block(self, layer: int, block: Tensor) -> Tensor:  # [2, kv heads, slots, dim]
-        assert self.keys_values is not None
-        end = self.length + block.shape[2]
-        self.keys_values[layer, :, :, self.length : end] = block
-        return self.keys_values[layer, :, :, :end]
+    def with_block(self, layer: int, end: int, block: Tensor) -> Tensor:  # [2, kv heads, slots, dim]
+        self.keys_values[layer][:, :, end : end + block.shape[2]] = block
+        return self.keys_values[layer][:, :, : end + block.shape[2]]
+
+
+class TextContexts:
+    """The contexts of several texts. Each block attends alone, to the context of its own text in place, so texts of
+    different lengths are neither padded nor copied."""
+
+    def __init__(self, contexts: list[Context], counts: list[int], size: int):
+        self.contexts, self.counts, self.size = contexts, counts, size  # counts: states of each that are read now
+
+    def write(self, layer: int, keys_values: Tensor) -> None:  # [2, kv heads, states, dim]
+        for context, new in zip(self.contexts, keys_values.split(self.counts, dim=2), strict=True):
+            context.write(layer, new, self.size)
+
+    def attend(self, layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
+        """Attend, text by text."""  # [heads, texts * size, dim], [2, kv heads, texts * size, dim]
+        out, blocks = [], zip(queries.split(self.size, -2), keys_values.split(self.size, -2), strict=True)
+        with sdpa_kernel(UNPLANNED):
+            for context, count, (q, own) in zip(self.contexts, self.counts, blocks, strict=True):
+                keys, values = context.with_block(layer, context.length + count, own)
+                out.append(_attend(q[None], keys[None], values[None], None)[0])
+        return torch.cat(out, dim=-2)
 
 
 class BlockHead(Parallel):
@@ -116,8 +138,10 @@ class BlockHead(Parallel):
         """The number of tokens of a block."""
         return self.spec.steps + 1
 
-    def _rotations(self, positions: Tensor) -> Rotations:
-        return Rotations(*self.rotary_emb(self.mask, positions))
+    def _rotations(self, positions: Tensor) -> Rotations:  # [..., tokens]
+        rows = positions if positions.dim() > 1 else positions[None]
+        found = Rotations(*self.rotary_emb(self.mask, rows))
+        return found if positions.dim() > 1 else Rotations(found.cos[0], found.sin[0])
 
     def _fused(self, hidden: Tensor) -> Tensor:  # [..., taps * hidden] -> [..., hidden]
         return self.fc_norm(self.fc(hidden.to(self.mask.dtype)))
@@ -133,48 +157,37 @@ class BlockHead(Parallel):
     def pieces(self) -> list[nn.Module]:
         return [*super().pieces(), *([self.link] if self.link is not None else [])]
 
-    def slots(self, texts: Seq[Text], count: int) -> Tensor:
-        """Return the states of the slots.
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(len(self.layers), self.layers[0].kv_heads, self.layers[0].dim, self.mask.dtype)
 
-        Matrix products run for all texts together. Each block attends alone, to the context of its own text in place,
-        so texts of different lengths are neither padded nor copied.
-        """
-        contexts = self._read(texts)
-        device, size = self.mask.device, self.size
-        newest = torch.tensor([[context.length, text.token] for context, text in zip(contexts, texts, strict=True)])
-        starts, tokens = newest.to(device).unbind(-1)
-        states = self._blocks(tokens).flatten(0, 1)  # [texts * size, hidden]
-        rotations = self._rotations((starts[:, None] + torch.arange(size, device=device)).flatten()[None])
-        rotations = Rotations(rotations.cos[0], rotations.sin[0])
-        for index, layer in enumerate(self.layers):
-
-            def attend(queries: Tensor, keys_values: Tensor, index: int = index) -> Tensor:
-                out = []
-                for context, q, own in zip(contexts, queries.split(size, -2), keys_values.split(size, -2), strict=True):
-                    keys, values = context.with_block(index, own)
-                    out.append(_attend(q[None], keys[None], values[None], None)[0])
-                return torch.cat(out, dim=-2)
-
-            with sdpa_kernel(UNPLANNED):
-                states = layer(states, rotations, attend)
-        return states.unflatten(0, (-1, size))[:, 1 : 1 + count]
-
-    def _read(self, texts: Seq[Text]) -> list[Context]:
-        """Add the new tokens of each text to its context."""
+    def contexts(self, texts: Seq[Text]) -> tuple[TextContexts, list[int]]:
         contexts = [text.cached.setdefault("context", Context()) for text in texts]
-        new, places = [], []
-        for text, context in zip(texts, contexts, strict=True):
+        ends = [len(text.hidden) for text in texts if text.hidden is not None]
+        firsts = [context.length for context in contexts]
+        return TextContexts(contexts, [end - first for end, first in zip(ends, firsts, strict=True)], self.size), firsts
+
+    def slots(self, texts: Seq[Text], count: int) -> Tensor:
+        found = super().slots(texts, count)
+        for text in texts:
             assert text.hidden is not None
-            new.append(text.hidden[context.length :])
-            places.append(torch.arange(context.length, len(text.hidden)))
-        fused = self._fused(torch.cat(new))
-        rotations = self._rotations(torch.cat(places).to(fused.device)[None])
-        rotations = Rotations(rotations.cos[0], rotations.sin[0])
-        # [layers, 2, kv heads, tokens, dim]
-        keys_values = torch.stack([layer.keys_values(fused, rotations) for layer in self.layers])
-        for context, part in zip(contexts, keys_values.split([len(states) for states in new], dim=3), strict=True):
-            context.extend(part, self.size)
-        return contexts
+            text.cached["context"].length = len(text.hidden)
+        return found
+
+    def read(self, hidden: Tensor, positions: Tensor, cache: TextCache) -> None:
+        fused, rotations = self._fused(hidden), self._rotations(positions)
+        for index, layer in enumerate(self.layers):
+            cache.write(index, layer.keys_values(fused, rotations))
+
+    def fill(self, inputs: TextInputs, cache: TextCache | None, count: int) -> Tensor:
+        assert cache is not None, "a block attends to its text"
+        self.read(inputs.hidden, inputs.positions, cache)
+        states = self._blocks(inputs.tokens).flatten(0, 1)  # [texts * size, hidden]
+        places = inputs.starts[:, None] + torch.arange(self.size, device=states.device)
+        rotations = self._rotations(places.flatten())
+        for index, layer in enumerate(self.layers):
+            states = layer(states, rotations, partial(cache.attend, index))
+        return states.unflatten(0, (-1, self.size))[:, 1 : 1 + count]
 
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, starts: Tensor | None = None) -> list[ChainStepOutput]:
         """Draft blocks at some columns, drawn at random each time, or at all columns if there are few."""

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from outpace.core.lm import Embeddings
 from outpace.errors import UsageError
 from outpace.heads.base import HeadSpec
 from outpace.heads.layers import LayerClasses
 from outpace.heads.recursive import Recursive, RecursiveDecoder
+from outpace.models.embeddings import Embeddings
 
 
 class EagleLayer(nn.Module):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from outpace.core.lm import Embeddings
 from outpace.heads.base import ChainStepOutput, HeadSpec
 from outpace.heads.joins import StateFusion
-from outpace.heads.parallel import Parallel, Text
+from outpace.heads.parallel import Parallel, TextCache, TextInputs
+from outpace.models.embeddings import Embeddings
 
 
 class StateShift(nn.Module):
@@ -49,8 +48,8 @@ class MedusaHead(Parallel):
     def dtype(self) -> torch.dtype:
         return next(self.shifts.parameters()).dtype
 
-    def slots(self, texts: Seq[Text], count: int) -> Tensor:
-        last = self.fuse(torch.stack([text.hidden[-1] for text in texts if text.hidden is not None]))
+    def fill(self, inputs: TextInputs, cache: TextCache | None, count: int) -> Tensor:
+        last = self.fuse(inputs.hidden.index_select(0, inputs.last))
         return torch.stack([shift(last) for shift in self.shifts[:count]], dim=1)
 
     def unroll(self, tokens: Tensor, hidden: Tensor, steps: int, starts: Tensor | None = None) -> list[ChainStepOutput]:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from outpace.core.lm import Embeddings
 from outpace.heads.base import HeadSpec
 from outpace.heads.joins import StateFusion
 from outpace.heads.recursive import Recursive, RecursiveDecoder
+from outpace.models.embeddings import Embeddings
 
 
 class MtpDecoder(RecursiveDecoder):

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-from outpace.core.lm import Embeddings
 from outpace.errors import UsageError
 from outpace.heads import chain_attention, layers as parts
 from outpace.heads.base import ChainStepOutput, Head, HeadSpec, embedding
+from outpace.models.embeddings import Embeddings
 
 COPIED = ("rope_parameters", "rms_norm_eps", "hidden_act", "head_dim", "num_attention_heads", "num_key_value_heads")
 
@@ -121,6 +121,10 @@ class Recursive(Head, PreTrainedModel):
 
     def set_output_embeddings(self, new: nn.Module) -> None:
         setattr(self, "output" if self.spec.own_output else "unembed", new)
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        """Fuse the target's states into the one that enters."""  # [..., taps * hidden] -> [..., hidden]
+        return self.model.fuse(hidden.to(self.model.embed.weight.dtype))
 
     def forward(
         self, input_ids: Tensor, features: Tensor | None = None, position_ids: Tensor | None = None,

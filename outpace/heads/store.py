@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outpace.core.lm import LM, Embeddings, layers_of
+from outpace.core.lm import LM, layers_of
 from outpace.errors import HeadNotFound, OutpaceError, UsageError, unknown
 from outpace.heads.base import Head, HeadSpec
 from outpace.heads.formats import native_mtp, published
 from outpace.heads.formats.published import HeadWeights
 from outpace.heads.quantize import compressed, expanded
+from outpace.models.embeddings import Embeddings
 from outpace.storage import weights
 from outpace.storage.files import cache_dir
 

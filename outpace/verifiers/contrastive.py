@@ -59,7 +59,7 @@ class Contrastive(Verifier):
                 break
             child = self._best(distribution[candidates], torch.cat(past), scores.hidden[children], children)
             path.append(child)
-            if seq.push(tree.tokens[child], scores.logits, node):
+            if seq.push(tree.tokens[child], scores, node):
                 break
         return Step(tree, path, seq.tokens[start:], path[:-1])
 

@@ -38,7 +38,7 @@ class Typical(Verifier):
             prob, token = max(likely, default=(0.0, -1))
             return token if prob > floor else seq.sampler.choose(scores.logits[node], seq.tokens)
 
-        return descend(seq, tree, scores.logits, choose)
+        return descend(seq, tree, scores, choose)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Tiered(Verifier):
                 return tree.tokens[trusted]
             return seq.sampler.choose(scores.logits[node], seq.tokens)
 
-        return descend(seq, tree, scores.logits, choose)
+        return descend(seq, tree, scores, choose)
 
 
 def warm_distribution(seq: Sequence, logits: Tensor) -> Tensor:

@@ -64,9 +64,9 @@ class Residual(Verifier):
         start, path = len(seq.tokens), [ROOT]
         for child in accepted[1:]:
             path.append(child)
-            if seq.push(tree.tokens[child], scores.logits, tree.parents[child]):
+            if seq.push(tree.tokens[child], scores, tree.parents[child]):
                 return Step(tree, path, seq.tokens[start:], path)
-        seq.push(next_token, scores.logits, path[-1])
+        seq.push(next_token, scores, path[-1])
         return Step(tree, path, seq.tokens[start:], path)
 
 

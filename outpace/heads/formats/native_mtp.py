@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outpace.core.lm import Embeddings
 from outpace.errors import UsageError
 from outpace.heads.base import HeadSpec
 from outpace.heads.formats.checkpoint import CONFIG, HeadFolder
 from outpace.heads.layers import TARGET
+from outpace.models.embeddings import Embeddings
 
 KIND = "mtp"
 # DeepSeek's names -> ours.

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from outpace.core.lm import Embeddings
 from outpace.errors import OutpaceError, UsageError
 from outpace.heads.base import HeadSpec
 from outpace.heads.formats import native_mtp
 from outpace.heads.formats.checkpoint import CONFIG, HeadFolder
 from outpace.heads.recursive import COPIED
+from outpace.models.embeddings import Embeddings
 from outpace.models.hf.tolerance import apart
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

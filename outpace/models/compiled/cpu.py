@@ -63,13 +63,15 @@ class CpuRunner(CompiledRunner):
         count = sum(segment.count for segment in segments)
         packed = packing.pack(segments, self.cache, max(FEWEST, count), max(FEWEST, len(segments)))
         columns = torch.tensor(packed.columns)
-        ids, positions, where, bits = columns[0], columns[1], columns[2], columns[3:].T.contiguous()
-        plan = self.attention(where, torch.tensor(packed.segments), bits, positions)
+        ids, positions, bits = columns[0], columns[1], columns[3:].T.contiguous()
+        where = [columns[2], *torch.tensor(packed.more)]
+        plan = self.attention(where, list(torch.tensor(packed.segments)), bits, positions)
         return ids, self.module_inputs(positions, plan) | packed_features(segments, len(ids))
 
     def attach(self, head: PreTrainedModel) -> TransformersLM:
         # A pass is bound by reading its weights from memory, and a draft tolerates the rounding of int8.
         lm = HeadLM.of_head(quantize(twin(head)))
+        lm.fuse = head.fuse  # type: ignore[assignment]
         return HeadLM.of_head(head) if type(self).install(lm) is None else lm
 
     def prepare_head(self, head: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Compiled passes as CUDA graphs, one for each size of a pass, which also choose the tokens.
+"""Compiled passes as CUDA graphs, one for each size of a pass. Another graph behind it chooses the tokens.
 
 Between two passes the host writes one small buffer and reads another. A graph is captured when its size first occurs.
 Sizes are rounded up to a small set, so there are few graphs, and they share their memory.
@@ -19,28 +19,27 @@ from outpace.core.lm import LM, DraftShape, DraftToken
 from outpace.core.tree import Tree
 from outpace.models.compiled import packing
 from outpace.models.compiled.bf16_copies import Bf16Copies
-from outpace.models.compiled.draft_chain import DraftChains
-from outpace.models.compiled.early_exit_graph import EarlyExitGraphLM
+from outpace.models.compiled.choices import Choices
+from outpace.models.compiled.drafts.draft_chain import DraftChains
+from outpace.models.compiled.drafts.early_exit_graph import EarlyExitGraphLM
 from outpace.models.compiled.graph_pass import (
     BATCHES,
     COLUMNS,
-    FOUND,
-    LIMITS,
-    NOISE,
     SIZES,
-    TEMPERATURE,
     CapturedPass,
+    ChoiceKey,
     GraphKey,
     GraphOutputs,
+    PassInputs,
     Staging,
     capture,
-    limits,
+    fill_picks,
     rounded,
 )
-from outpace.models.compiled.picks import PickReader, detached
+from outpace.models.compiled.picks import detached
 from outpace.models.compiled.run_ahead import GraphsAhead, LastPass, PassAhead
 from outpace.models.compiled.runner import CompiledRunner
-from outpace.models.hf.eager import split
+from outpace.models.hf.eager import places, split
 from outpace.models.hf.lm import TransformersLM
 from outpace.models.hf.module import recording
 from outpace.models.hf.stages import LayerSpan, StageOutputs
@@ -48,14 +47,13 @@ from outpace.models.hf.tolerance import apart, tolerance
 from outpace.models.kernels import triton_runtime
 from outpace.models.memory import free
 from outpace.models.segment import Segment, SegmentOutput, packed_features
-from outpace.models.slots import CHUNK
-from outpace.sampling.noise import words_of
+from outpace.models.slots import CHUNK, MAX_DEFERRED
+from outpace.models.transfer import sent
 from outpace.sampling.sampler import Pick
 
 MOST_GRAPHS = 128  # beyond this, the least recently used graph is dropped
 LARGEST_CHUNK = 4096  # prompt tokens of a pass; the matrix unit is busy with fewer
 CHUNK_SHARE = 64  # the intermediate results of a chunk take at most this fraction of the device's memory
-NO_LIMITS = limits(())
 USUAL_TEXT, FREE_SHARE = 512, 4  # tokens of a request's text; the most of free memory for them, as a fraction
 USUAL_FILTERS = ((), (1,), (0, 1))  # none; top_p; top_k and top_p
 
@@ -69,6 +67,8 @@ class GraphRunner(CompiledRunner):
     prompts = True
     shares_prompts = True
     usual_batch = packing.MOST_SEGMENTS
+    late_prompts = True
+    late_choices = True
 
     def __init__(self, lm: TransformersLM, copies: Bf16Copies | None = None):
         super().__init__(lm, copies)
@@ -76,7 +76,7 @@ class GraphRunner(CompiledRunner):
         self._generation = self.cache.generation
         self.graph_memory = torch.cuda.graph_pool_handle()
         self._chains = DraftChains(self)
-        self._picks = PickReader(lm)
+        self.choices = Choices(lm, lambda: self.graph_memory)
         self._ahead = GraphsAhead(self)
         self.run_ahead = self._ahead
         self.capture_seconds = 0.0
@@ -99,43 +99,56 @@ class GraphRunner(CompiledRunner):
 
     def forward(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
         """Run prompts without a graph, and a pass that is too large for a graph as several; both beat an eager pass."""
-        tokens = sum(segment.count for segment in segments)
-        if self.most_tokens and tokens > packing.LONGEST and all(segment.layout is None for segment in segments):
-            return self.guarded(lambda: self.prompt_pass(segments, taps)) or self.lm.eager.forward(segments, taps)
+        prompts = [segment for segment in segments if len(segment.pending) > MAX_DEFERRED]
+        if self.most_tokens and sum(segment.count for segment in prompts) > packing.LONGEST:
+            self._ahead.last = None
+            found = self._forward_prompts(prompts, taps)
+            rest = [segment for segment in segments if segment.slot not in found]
+            if rest:
+                outputs = self.forward(rest, taps)
+                found |= {segment.slot: output for segment, output in zip(rest, outputs, strict=True)}
+                self._ahead.last = None  # it knows a part of the slots
+            return [found[segment.slot] for segment in segments]
         parts = packing.parts(segments, self.most_tokens)
         if len(parts) == 1 or not self.most_tokens:
             return super().forward(segments, taps)
-        found: list[SegmentOutput] = []
+        outputs = list[SegmentOutput]()
         for part in parts:
-            found += map(detached, super().forward(part, taps))
-        return found
+            outputs += map(detached, super().forward(part, taps))
+        return outputs
+
+    def _forward_prompts(self, prompts: Seq[Segment], taps: tuple[int, ...]) -> dict[int, SegmentOutput]:
+        """Run parts of prompts, each with its root at most; return the outputs by slot."""
+        outputs = self.guarded(lambda: self.prompt_pass(prompts, taps)) or self.lm.eager.forward(prompts, taps)
+        return {segment.slot: output for segment, output in zip(prompts, outputs, strict=True)}
 
     def compiled_pass(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
-        outputs = self._ahead.sent.take(segments, taps)
-        if outputs is not None:
-            return outputs
+        if self._ahead.take(segments, taps):
+            return self._ahead.outputs(segments)
         captured = self.captured(GraphKey.of_pass(segments, taps))
         if captured.entering is not None:
             beside = packed_features(segments, captured.key.tokens)
             captured.entering.copy_(beside["features"][0]) if beside else captured.entering.zero_()
         self.stage(captured, segments)
         captured.launch()
-        outputs = self._picks.outputs(captured, segments)
-        self._ahead.last = LastPass(captured, segments, outputs)
-        return outputs
+        self._ahead.last = self.choices.of_pass(captured, segments)
+        return self._ahead.outputs(segments)
 
     @torch.no_grad()
     def prompt_pass(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput]:
-        """Run a chunk of prompts through the compiled layers. Its kernels take longer than their launches."""
+        """Run a chunk of prompts through the compiled layers, and choose the first tokens of those that end here."""
         packed = packing.pack_prompts(segments, self.cache, max(2, len(segments)))
         count = len(packed.columns[0])
-        ids, positions, where = _sent(packed.columns, self.lm.device)
+        ids, positions, *where = sent([*packed.columns, *packed.more], self.lm.device)
         bits = torch.empty(0, packing.WORDS, dtype=torch.int64, device=self.lm.device)
-        plan = self.attention(where, _sent(packed.segments, self.lm.device), bits, positions)
+        plan = self.attention(where, list(sent(packed.segments, self.lm.device)), bits, positions)
         given = self.module_inputs(positions, plan) | packed_features(segments, count)
-        with recording(self.module, taps) as recorded:  # nothing reads the logits, but a model computes some
-            self.module(input_ids=ids[None], **given, logits_to_keep=ids.new_full([1], count - 1))
-        return split(segments, torch.empty(0, self.lm.vocab), recorded)
+        roots = places(segments)
+        wanted = sent(roots or [count - 1], self.lm.device)  # a model always computes some logits
+        with recording(self.module, taps) as recorded:
+            logits = self.module(input_ids=ids[None], **given, logits_to_keep=wanted).logits[0]
+        outputs = split(segments, logits, recorded)
+        return self.choices.of_prompts(segments, outputs, logits) if roots else outputs
 
     def check(self) -> str | None:
         return super().check() or self._check_prompts()
@@ -158,28 +171,29 @@ class GraphRunner(CompiledRunner):
         off = apart(*found)
         return f"compiled prompts differ from eager ones by {off:.3f}" if off > tolerance(lm.model.dtype) else None
 
-    def launch_after(self, last: LastPass, segments: list[Segment]) -> LastPass:
+    def launch_after(self, last: LastPass, segments: list[Segment]) -> CapturedPass:
         """Launch a pass that feeds the last pass's choices at these places, before the host has read them."""
         key = last.captured.key
         captured = self.captured(GraphKey.of_pass(segments, key.taps)._replace(turn=1 - key.turn))
         self.stage(captured, segments)
-        chosen = last.captured.outputs.chosen
-        assert chosen is not None, "a pass of all layers chooses tokens"
-        captured.ids.copy_(chosen[0].index_select(0, captured.ids))
+        assert last.chosen is not None, "what begins ahead follows choices"
+        captured.ids.copy_(last.chosen[0].index_select(0, captured.ids))
         captured.launch()
-        return LastPass(captured, segments, self._picks.outputs(captured, segments))
+        return captured
 
     def prepare(self, requests: int) -> None:
         """Capture the plain passes of all batch sizes, with the filters that many requests have."""
         if self.most_tokens:
             self.cache.expect(min(requests * USUAL_TEXT, free(self.lm.device) // FREE_SHARE // self.cache.token_bytes))
             sizes = [size for size in SIZES if size <= rounded(min(requests, BATCHES[-1]), SIZES)]
-            for size, filters, turn in product(reversed(sizes), USUAL_FILTERS, (0, 1)):
-                self.captured(GraphKey(size, rounded(size, BATCHES), filters=filters, turn=turn))
+            for size, turn in product(reversed(sizes), (0, 1)):
+                captured = self.captured(GraphKey(size, rounded(size, BATCHES), turn=turn))
+                for filters, edited in product(USUAL_FILTERS, (False, True)):
+                    self.choices.captured(captured, ChoiceKey(filters, edited))
 
     def choices_are_sure(self) -> bool:
         """Return whether the device made nearly all recent choices itself, so that a pass can build on them."""
-        return self._picks.gate.is_open()
+        return self.choices.gate.is_open()
 
     def forget(self, slot: int) -> None:
         self._ahead.sent.drop(slot)
@@ -216,19 +230,14 @@ class GraphRunner(CompiledRunner):
         tokens = captured.key.tokens
         packed = packing.pack(segments, self.cache, tokens, captured.key.batch)
         host = captured.staging.open()
-        table = host[: tokens * COLUMNS].reshape(COLUMNS, tokens)
+        columns = COLUMNS + len(packed.more)
+        table = host[: tokens * columns].reshape(columns, tokens)
         table[: 3 + packing.WORDS] = packed.columns
-        table[3 + packing.WORDS :] = 0
+        table[3 + packing.WORDS : COLUMNS] = 0
+        table[COLUMNS:] = packed.more or 0
         picks = [segment.pick for segment in segments for _ in segment.tokens]
-        temperatures = [0.0 if pick is None else pick.temperature for pick in picks]
-        if any(temperatures):
-            seeds, count = [0 if pick is None else pick.seed for pick in picks], len(picks)
-            table[NOISE, :count] = words_of(seeds, table[1, :count] + self.lm.before + 1).T
-            table[TEMPERATURE, :count] = np.array(temperatures).view(np.int64)
-        if captured.key.filters:
-            kept = [NO_LIMITS if pick is None else limits(pick.filters) for pick in picks]
-            table[LIMITS, : len(picks)] = np.array(kept, dtype=np.float64).T.copy().view(np.int64)
-        host[tokens * COLUMNS :] = np.array(packed.segments).reshape(-1)
+        fill_picks(table, picks, table[1, : len(picks)] + self.lm.before + 1)
+        host[tokens * columns :] = np.array(packed.segments).reshape(-1)
         captured.staging.send()
 
     def captured(self, key: GraphKey) -> CapturedPass:
@@ -249,46 +258,28 @@ class GraphRunner(CompiledRunner):
 
     def _capture(self, key: GraphKey) -> CapturedPass:
         lm = self.lm
-        staging = Staging(key.tokens * COLUMNS + key.batch * 4, lm.device)
-        host_choices = torch.zeros(FOUND, key.tokens, dtype=torch.float64, pin_memory=True)
+        staging = Staging(PassInputs.size(key, len(self.cache.groups)), lm.device)
         entering = None
         if lm.takes_features or (key.span is not None and key.span.first):
             width = self.module.config.get_text_config().hidden_size
             entering = torch.zeros(key.tokens, width, dtype=lm.model.dtype, device=lm.device)
         run = self._program(key, staging.given, entering)
-
-        def whole_pass() -> GraphOutputs:
-            outputs = run()
-            if outputs.chosen is not None:
-                host_choices.copy_(outputs.chosen, non_blocking=True)
-            return outputs
-
-        return CapturedPass(capture(whole_pass, self.graph_memory), staging, entering, host_choices, key)
+        return CapturedPass(capture(run, self.graph_memory), staging, entering, key)
 
     def _program(self, key: GraphKey, sent: Tensor, entering: Tensor | None) -> Callable[[], GraphOutputs]:
-        table = sent[: key.tokens * COLUMNS].view(COLUMNS, key.tokens)
-        segments = sent[key.tokens * COLUMNS :].view(key.batch, 4)
-        ids, positions, where = table[0], table[1], table[2]
-        bits, noise, temperature, cut = table[3 : 3 + packing.WORDS], table[NOISE], table[TEMPERATURE], table[LIMITS]
+        inputs = PassInputs.of_buffer(sent, key, len(self.cache.groups))
+        table, where, segments = inputs.table, inputs.where, list(inputs.segments)
+        ids, positions, bits = table[0], table[1], table[3 : 3 + packing.WORDS]
 
         def run() -> GraphOutputs:
             given = self.module_inputs(positions, self.attention(where, segments, bits.T.contiguous(), positions))
-            states = None
             with recording(self.module, key.taps) as recorded:
                 if key.span is None:
                     beside = {"features": entering[None]} if entering is not None else {}
-                    logits = self.module(input_ids=ids[None], **beside, **given).logits[0]
-                else:
-                    wanted = torch.arange(key.tokens, device=self.lm.device) if key.heads else None
-                    states, logits = self.stages.of_span(key.span).run(ids, entering, wanted, **given)
-            if logits is None:
-                return GraphOutputs(None, states, recorded, None)
-            choice = logits, noise.T, temperature.view(torch.float64)
-            if key.filters:
-                chosen = torch.ops.outpace.choose_kept(*choice, cut.view(torch.float64), list(key.filters))
-            else:
-                chosen = torch.ops.outpace.choose(*choice)
-            return GraphOutputs(logits, states, recorded, chosen)
+                    return GraphOutputs(self.module(input_ids=ids[None], **beside, **given).logits[0], None, recorded)
+                wanted = torch.arange(key.tokens, device=self.lm.device) if key.heads else None
+                states, logits = self.stages.of_span(key.span).run(ids, entering, wanted, **given)
+                return GraphOutputs(logits, states, recorded)
 
         return run
 
@@ -299,11 +290,6 @@ def prompt_chunk(lm: TransformersLM) -> int:
     width = 8 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)  # at a time, about
     most = memory // CHUNK_SHARE // (width * lm.model.dtype.itemsize)
     return max(CHUNK, min(LARGEST_CHUNK, most // CHUNK * CHUNK))
-
-
-def _sent(rows: list[list[int]], device: torch.device) -> Tensor:
-    """Send numbers to the device without waiting for it."""
-    return torch.tensor(rows).pin_memory().to(device, non_blocking=True)
 
 
 def _index(nodes: list[int]) -> slice | list[int]:

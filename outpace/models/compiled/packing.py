@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outpace.models.cache.pool import SCRAP
 from outpace.models.hf.attention import AttentionRule
-from outpace.models.hf.cache import SCRAP, PooledCache
+from outpace.models.hf.cache import PooledCache
 from outpace.models.kernels import attention_op, cpu, linear, sample, sample_filtered  # noqa: F401 (they define operators)
 from outpace.models.segment import Segment
 
@@ -29,7 +30,9 @@ class CompiledAttention(NamedTuple):
     keys: Tensor  # [pool, kv heads, dim]
     values: Tensor
     where: Tensor  # [tokens]: pool entries that this pass writes
-    segments: Tensor  # [segments, 4]: first token, token count, first pool entry of the slot, committed entries
+    # [segments, 4]: first token, token count, where entry 0 of the slot's text is in the pool, committed entries. With
+    # a window, that may be before the slot's region, and even before the pool: no token sees the first entries.
+    segments: Tensor
     bits: Tensor  # [tokens, WORDS]; of prompts [0, WORDS]: each token sees all before it
     positions: Tensor  # [tokens]
     window: int  # 0: none
@@ -48,7 +51,8 @@ class Packing(NamedTuple):
     """The tokens of a pass and their places, on the host."""
 
     columns: list[list[int]]  # [3 + WORDS or 3][tokens]: ids, positions, pool entries, words of bits
-    segments: list[list[int]]  # [segments][4]
+    segments: list[list[list[int]]]  # [groups of layers][segments][4]
+    more: list[list[int]]  # [groups - 1][tokens]: pool entries in the further groups
 
 
 def fits(segments: Seq[Segment], windows: Seq[int | None], most: int) -> bool:
@@ -80,24 +84,27 @@ def pack(segments: Seq[Segment], cache: PooledCache, tokens: int, batch: int) ->
     columns, count = packed.columns, len(packed.columns[0])
     zeros = [0] * (tokens - count)
     bits = [mask for segment in segments for mask in _bits(segment)]
-    words = [[_word(mask >> 64 * i) for mask in bits] + [int(not i)] * len(zeros) for i in range(WORDS)]
+    words = [[word(mask >> 64 * i) for mask in bits] + [int(not i)] * len(zeros) for i in range(WORDS)]
     scrap = [i % SCRAP for i in range(count, tokens)]
-    return Packing([columns[0] + zeros, columns[1] + zeros, columns[2] + scrap, *words], packed.segments)
+    rows = [columns[0] + zeros, columns[1] + zeros, columns[2] + scrap, *words]
+    return Packing(rows, packed.segments, [where + scrap for where in packed.more])
 
 
 def pack_prompts(segments: Seq[Segment], cache: PooledCache, batch: int) -> Packing:
     """Pack segments without bits, because every token of a prompt sees all tokens before it."""
-    ids, positions, entries = list[int](), list[int](), list[int]()
-    found: list[list[int]] = []
+    ids, positions = list[int](), list[int]()
+    entries: list[list[int]] = [[] for _ in cache.groups]
+    found: list[list[list[int]]] = [[] for _ in cache.groups]
     for segment in segments:
-        base, fed = cache.base(segment.slot), segment.tokens
-        found.append([len(ids), len(fed), base, segment.start])
-        first = base + segment.offset
+        fed = segment.tokens
+        for where, jobs, origin in zip(entries, found, cache.origins(segment.slot), strict=True):
+            jobs.append([len(ids), len(fed), origin, segment.start])
+            where += range(origin + segment.offset, origin + segment.offset + len(fed))
         ids += fed
         positions += segment.positions
-        entries += range(first, first + len(fed))
-    found += [[0, 0, 0, 0]] * (batch - len(segments))
-    return Packing([ids, positions, entries], found)
+    for jobs in found:
+        jobs += [[0, 0, 0, 0]] * (batch - len(segments))
+    return Packing([ids, positions, entries[0]], found, entries[1:])
 
 
 def _bits(segment: Segment) -> list[int]:
@@ -112,6 +119,6 @@ def _bits(segment: Segment) -> list[int]:
     return bits
 
 
-def _word(bits: int) -> int:
+def word(bits: int) -> int:
     """Return the lowest 64 bits as a signed number."""
     return bits if bits < SIGN else (bits + SIGN & 2 * SIGN - 1) - SIGN

@@ -8,10 +8,11 @@ way, the step is discarded, and what it wrote is overwritten.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from outpace.core.lm import Picked
 from outpace.core.tree import Tree
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 
 
 class LastPass(NamedTuple):
-    """The pass that was launched last."""
+    """The last pass whose choices were launched."""
 
     captured: CapturedPass
     segments: Seq[Segment]
     outputs: list[SegmentOutput]
+    chosen: Tensor | None = None  # [FOUND, tokens], on the device; None if the pass chose nothing
 
     def next(self, slots: Seq[int], picks: Seq[Pick | None]) -> list[Segment] | None:
         """Return the next pass, one token per slot, given as the place of its choice; None if it is not known yet."""
@@ -51,7 +53,6 @@ class SentAhead(NamedTuple):
 
     segment: Segment
     before: Picked  # choices of the pass before, which include the token that was fed
-    output: SegmentOutput
 
     def matches(self, segment: Segment) -> bool:
         alike = segment.start == self.segment.start and not segment.pending and segment.pick == self.segment.pick
@@ -66,20 +67,20 @@ class PassAhead:
     slots: dict[int, SentAhead] = field(default_factory=dict)
 
     @classmethod
-    def after(cls, last: LastPass, segments: Seq[Segment], outputs: Seq[SegmentOutput]) -> PassAhead:
+    def after(cls, last: LastPass, segments: Seq[Segment]) -> PassAhead:
         before = {segment.slot: output.picked for segment, output in zip(last.segments, last.outputs, strict=True)}
         found = cls(last.captured.key.taps)
-        for segment, output in zip(segments, outputs, strict=True):
+        for segment in segments:
             picked = before[segment.slot]
             assert picked is not None, "segments come from LastPass.next"
-            found.slots[segment.slot] = SentAhead(segment, picked, output)
+            found.slots[segment.slot] = SentAhead(segment, picked)
         return found
 
-    def take(self, segments: Seq[Segment], taps: tuple[int, ...]) -> list[SegmentOutput] | None:
-        """Return the outputs for these segments if the pass was launched for them; else discard it and return None."""
+    def take(self, segments: Seq[Segment], taps: tuple[int, ...]) -> bool:
+        """Return whether the pass was launched for these segments; if not, discard it."""
         sent, self.slots = self.slots, {}
         known = all(segment.slot in sent and sent[segment.slot].matches(segment) for segment in segments)
-        return [sent[segment.slot].output for segment in segments] if taps == self.taps and known else None
+        return taps == self.taps and known
 
     def drop(self, slot: int) -> None:
         """Discard the slot's part, because the slot is about to take another text."""
@@ -93,6 +94,7 @@ class GraphsAhead:
         self.runner = runner
         self.last: LastPass | None = None
         self.sent = PassAhead()
+        self._undecided: tuple[CapturedPass, list[Segment]] | None = None  # launched, but its choices wait for edits
 
     def begin(self, slots: Seq[int], picks: Seq[Pick | None]) -> bool:
         last = self.last if self.runner.choices_are_sure() else None
@@ -108,9 +110,31 @@ class GraphsAhead:
         """Return whether the segment follows the root that the slot scored last, and the slot has room for it."""
         slot = self.runner.lm.slots[segment.slot]
         after = slot.layout is not None and len(slot.layout) == 1 and segment.start == slot.length + 1
-        return after and segment.end <= self.runner.cache.capacity[segment.slot]
+        return after and self.runner.cache.holds(segment.slot, segment.end)
 
     def launch(self, last: LastPass, segments: list[Segment]) -> bool:
-        self.last = self.runner.launch_after(last, segments)
-        self.sent = PassAhead.after(last, segments, self.last.outputs)
+        captured = self.runner.launch_after(last, segments)
+        self.sent = PassAhead.after(last, segments)
+        if any(segment.pick is not None and segment.pick.edits for segment in segments):
+            self._undecided = captured, segments
+        else:
+            self.last = self.runner.choices.of_pass(captured, segments)
         return True
+
+    def take(self, segments: Seq[Segment], taps: tuple[int, ...]) -> bool:
+        """Return whether the pass of these segments was launched ahead; its choices are launched by now."""
+        taken, undecided = self.sent.take(segments, taps), self._undecided
+        self._undecided = None
+        if taken and undecided is not None:
+            captured, sent = undecided
+            asked = {segment.slot: segment for segment in segments}
+            # A request may have ended meanwhile. Nothing reads its choice, so it needs no edits.
+            whole = [asked.get(segment.slot, replace(segment, pick=None)) for segment in sent]
+            self.last = self.runner.choices.of_pass(captured, whole)
+        return taken
+
+    def outputs(self, segments: Seq[Segment]) -> list[SegmentOutput]:
+        """Return the outputs of these segments of the last pass."""
+        assert self.last is not None
+        found = {own.slot: output for own, output in zip(self.last.segments, self.last.outputs, strict=True)}
+        return [found[segment.slot] for segment in segments]

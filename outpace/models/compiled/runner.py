@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 
 from outpace.core.lm import DraftShape, DraftToken, RunAhead, SelfDraft
 from outpace.core.tree import Tree
+from outpace.models.cache.pool import CacheShape
 from outpace.models.compiled import packing
 from outpace.models.compiled.bf16_copies import Bf16Copies
-from outpace.models.compiled.draft_tree import DraftTrees
+from outpace.models.compiled.drafts.draft_tree import DraftTrees
+from outpace.models.compiled.drafts.root_pass import root_segments
 from outpace.models.compiled.layers import compile_layers
 from outpace.models.compiled.packing import CompiledAttention
 from outpace.models.hf.attention import NAME
-from outpace.models.hf.cache import CacheShape, PooledCache
+from outpace.models.hf.cache import PooledCache
 from outpace.models.hf.eager import Stages
 from outpace.models.hf.head_lm import HeadLM
 from outpace.models.hf.lm import TransformersLM
@@ -49,6 +51,8 @@ class CompiledRunner(ABC):
     chunk = CHUNK
     shares_prompts = False
     usual_batch = 16
+    late_prompts = False
+    late_choices = False
     run_ahead: RunAhead | None = None
     graph_memory: Any = None  # memory pool of captured graphs, if there are any
     most_tokens: int  # in a compiled pass; 0: compiled passes were given up
@@ -57,8 +61,8 @@ class CompiledRunner(ABC):
     def __init__(self, lm: TransformersLM, copies: Bf16Copies | None = None):
         self.lm = lm
         ((heads, dim, dtype),) = lm.cache.kinds
-        self.cache = PooledCache(CacheShape(len(lm.windows), heads, dim, dtype), lm.device, lm.cache.limit)
-        self.cache.kinds = lm.cache.kinds
+        shape = CacheShape(len(lm.windows), heads, dim, dtype)
+        self.cache = PooledCache(lm.windows, shape, lm.device, lm.cache.limit)
         self.module = view(lm.model, lm.indices)
         self.module.config._attn_implementation = NAME
         self.stages = Stages(self.module)
@@ -188,13 +192,13 @@ class CompiledRunner(ABC):
             return None
 
     def attention(
-        self, where: Tensor, segments: Tensor, bits: Tensor, positions: Tensor
+        self, where: Seq[Tensor], segments: Seq[Tensor], bits: Tensor, positions: Tensor
     ) -> tuple[CompiledAttention, ...]:
-        """Return the attention inputs of each layer of a pass."""
-        sides = zip(self.cache.sides, self.lm.windows, strict=True)
+        """Return the attention inputs of each layer of a pass; `where` and `segments` are those of each group."""
+        layers = zip(self.cache.sides, self.lm.windows, self.cache.group_of, strict=True)
         return tuple(
-            CompiledAttention(keys, values, where, segments, bits, positions, window or 0)
-            for (keys, values), window in sides
+            CompiledAttention(keys, values, where[group], segments[group], bits, positions, window or 0)
+            for (keys, values), window, group in layers
         )
 
     def module_inputs(self, positions: Tensor, plan: tuple[CompiledAttention, ...]) -> dict[str, Any]:
@@ -204,12 +208,20 @@ class CompiledRunner(ABC):
     def draft(
         self, slots: Seq[int], tokens: Seq[int], shapes: Seq[DraftShape], picks: Seq[Pick]
     ) -> list[list[DraftToken]] | None:
-        """Draft trees with greedy requests only."""
-        if any(pick.temperature for pick in picks) or not self._trees.fit(shapes):
+        """Draft trees; where nothing is captured, with greedy requests only."""
+        sampled = any(pick.temperature for pick in picks)
+        if not self.most_tokens or (sampled and self.graph_memory is None) or not self._trees.fit(shapes):
             return None
         self._trees.reserve(slots, shapes)  # outside `attempt`: a full cache is no reason to give up compiled passes
-        segments = [Segment(slot, self.lm.slots[slot].length, [], Tree([0])) for slot in slots]
-        return self.attempt(segments, lambda: self._trees.grow(slots, tokens, shapes))
+        segments = root_segments(self, slots, tokens)
+        if not packing.fits(segments, self.lm.windows, self.most_tokens):
+            self.lm.catch_up(slots)  # too many tokens for one pass
+            segments = root_segments(self, slots, tokens)
+        return self.attempt(segments, lambda: self._trees.grow(segments, shapes, picks))
+
+    def new_pool(self) -> Any:
+        """Return a memory pool for graphs of their own, or None if nothing is captured. A pool dies with its graphs."""
+        return None if self.graph_memory is None else torch.cuda.graph_pool_handle()
 
     def prepare(self, requests: int) -> None:  # noqa: B027 (code for one size serves all)
         """Prepare passes of up to this many requests."""

@@ -198,7 +198,7 @@ def _pass(lm: LM, slots: list[int], size: int, clock: Clock) -> float:
     start = clock.now()
     for found in lm.score(trees, slots, picks=[Pick(0, 0.0)] * len(slots)):  # as for greedy requests
         # Read the choices, which waits for the pass.
-        _ = found.logits.all().max(-1).indices.tolist() if found.picked is None else list(found.picked.tokens)
+        _ = found.logits.likeliest() if found.picked is None else list(found.picked.tokens)
     lm.keep([[0] for _ in slots], slots)
     return clock.now() - start
 

@@ -10,7 +10,7 @@ import torch
 from outpace.core.lm import DraftShape, DraftToken
 from outpace.core.tree import Tree
 from outpace.models.compiled import packing
-from outpace.models.compiled.draft_chain import MOST_STEPS, ChainStart, DraftChains
+from outpace.models.compiled.drafts.draft_chain import MOST_STEPS, ChainStart, DraftChains
 from outpace.models.early_exit import EarlyExitLM
 from outpace.models.hf.stages import LayerSpan
 from outpace.models.segment import PartialPass, Segment
@@ -48,7 +48,7 @@ class EarlyExitGraphLM(EarlyExitLM):
         if steps == 1:
             return found
         starts = [
-            ChainStart(drafted[0].token, self.runner.cache.base(slot), length, pick)
+            ChainStart(slot, drafted[0].token, length, pick)
             for drafted, slot, length, pick in zip(found, slots, lengths, picks, strict=True)
         ]
         chains = self._chains.run(starts, steps - 1)
