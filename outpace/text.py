@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence as Seq
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol, TypeAlias
@@ -65,8 +65,9 @@ def _encode_chat(messages: Any, tokenizer: Any) -> list[int]:
 class Detokenizer:
     """Turn tokens into text one by one; the bytes of an incomplete character are held back."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int] | None = None):
         self.tokenizer = tokenizer
+        self.hidden = hidden  # tokens without text; None: all special tokens
         self.tokens: list[int] = []
         self.start = 0  # decoding starts here, early enough for tokens whose text depends on the previous one
         self.done = 0  # the text of all tokens before this one has been returned
@@ -93,7 +94,10 @@ class Detokenizer:
         return text[len(given) :]
 
     def _decode(self, start: int, end: int) -> str:
-        return self.tokenizer.decode(self.tokens[start:end], skip_special_tokens=True)
+        tokens = self.tokens[start:end]
+        if self.hidden is None:
+            return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.tokenizer.decode([token for token in tokens if token not in self.hidden])
 
 
 @dataclass(frozen=True)
@@ -107,14 +111,17 @@ class TextSpan:
 class TextStream:
     """The text of a sequence, cut just before a stop string; `take` holds back text that may become a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Seq[str] = (), min_tokens: int = 0):
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Seq[str] = (), min_tokens: int = 0, hidden: Collection[int] | None = None
+    ):
         if any(not stop for stop in stops):
             raise UsageError("a stop string is empty")
-        self.detokenizer = Detokenizer(tokenizer)
+        self.detokenizer = Detokenizer(tokenizer, hidden)
         self.stops = tuple(stops)
         self.min_tokens = min_tokens
         self.text = ""
         self.stopped = False
+        self.stop: str | None = None  # the stop string that ended the text
         self._checked = 0  # no stop string ends at or before this character
         self._taken = 0
         self._ends: list[int] = []  # length of the text after each token
@@ -123,6 +130,10 @@ class TextStream:
         if not self.stopped:
             self._extend(self.detokenizer.push(token))
         self._ends.append(len(self.text))
+
+    def tokens_in(self, characters: int) -> int:
+        """Return how many tokens complete the first characters of the text."""
+        return bisect_left(self._ends, characters) + 1 if characters else 0
 
     def texts(self, start: int, end: int) -> list[str]:
         """Return the text that each of these tokens completed; a character belongs to the token of its last byte."""
@@ -146,15 +157,16 @@ class TextStream:
         for stop in self.stops:
             at = self.text.find(stop, max(0, self._checked - len(stop) + 1))
             if at >= 0:
-                found.append((at + len(stop), at))
+                found.append((at + len(stop), at, stop))
         self._checked = len(self.text)
         if found:
             # The stop string that was completed first cuts the text, as it would when checked after every token.
-            self.text, self.stopped = self.text[: min(found)[1]], True
+            _, at, self.stop = min(found)
+            self.text, self.stopped = self.text[:at], True
 
     def take(self) -> list[TextSpan]:
         """Return the final text not yet taken, split by the token that completed each part."""
-        held = 0 if self.stopped else max((_overlap(self.text, stop) for stop in self.stops), default=0)
+        held = 0 if self.stopped else max((overlap(self.text, stop) for stop in self.stops), default=0)
         start, end = self._taken, max(self._taken, len(self.text) - held)
         spans = []
         for token in range(bisect_right(self._ends, start), len(self._ends)):
@@ -166,7 +178,7 @@ class TextStream:
         return spans
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

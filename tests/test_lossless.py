@@ -28,6 +28,7 @@ TREES: dict[str, dict[str, Any]] = {
     "medusa": {"template": "0+1+0-0+0-1+1-0+0-0-0"},
     "ngram": {"matches": 3},
     "suffix": {"width": 3},
+    "prediction": {"prediction": [5, 9, 4, 2, 7, 1, 3, 8, 6, 1, 2] * 4},
     "graft": {"inner": "draft:width=3,depth=4,nodes=8", "nodes": 16},
     "via_sd": {"inner": "draft:width=3,depth=4"},
     "auto": {"draft": None, "candidates": "ngram+recycling+lookahead"},

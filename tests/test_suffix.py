@@ -516,7 +516,28 @@ def test_lookahead_fits_its_own_shape() -> None:
         assert tree.trim(drafter.limit) is tree
 
 
-@pytest.mark.parametrize("options", [{"window": 0}, {"n": 1}, {"guesses": 0}])
+@pytest.mark.parametrize(
+    ("price", "shape"),
+    [(0, (5, 4, 4)), (0.012, (5, 4, 4)), (0.015, (5, 3, 4)), (0.08, (2, 2, 2)), (0.16, (1, 2, 1)), (0.2, (0, 2, 0))],
+)
+def test_lookahead_is_as_large_as_the_price_of_its_tokens_allows(price: float, shape: tuple[int, int, int]) -> None:
+    dear, target = Lookahead(), ToyLM(vocab=VOCAB)
+    target.token_price = price
+    for drafter in (dear, Lookahead(price=price)):
+        seq = sequence(list(range(9)), drafter)
+        seq.target = target if drafter is dear else None
+        for turn in range(4):
+            tree = drafter.propose(seq, drafter.limit)
+            assert drafter._state(seq).shape == shape and price * (len(tree) - 1) <= 1 / 3
+            assert (len(tree) > 1) == (shape[0] > 0) and tree.trim(drafter.limit) is tree
+            scores = scored(tree, turn)
+            drafter.observe(seq, passed(tree, [0], scores), scores)
+    seq = sequence(list(range(9)), free := Lookahead(price=0.0))
+    seq.target = target
+    assert free._shape(seq) == (5, 4, 4)
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"n": 1}, {"guesses": 0}, {"price": -0.1}])
 def test_lookahead_options_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Lookahead(**options)

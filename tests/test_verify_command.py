@@ -121,7 +121,7 @@ class Biased(residual.Residual):
             guessed = [child for child in tree.children(node) if chance.flip(float(distribution[tree.tokens[child]]))]
             token = tree.tokens[guessed[0]] if guessed else chance.draw(distribution)
             path += guessed[:1]
-            if seq.push(token, scores.logits, node) or not guessed:
+            if seq.push(token, scores, node) or not guessed:
                 return Step(tree, path, seq.tokens[start:], path)
 
 
@@ -240,12 +240,12 @@ def test_a_sampler_that_ignores_top_p(method: str, toy: Model, monkeypatch: pyte
 
 
 def test_a_sampler_that_ignores_the_temperature(toy: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Sampler.process
+    right = Sampler._started
 
     def cold(self: Sampler, logits: Tensor, prefix: list[int]) -> Tensor:
         return right(self, logits * 1.5 if not self.greedy else logits, prefix)
 
-    monkeypatch.setattr(Sampler, "process", cold)
+    monkeypatch.setattr(Sampler, "_started", cold)
     caught(toy, {"method": "suffix"}, "sampled distribution", **MANY)
 
 

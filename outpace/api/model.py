@@ -12,6 +12,7 @@ from typing import Any
 from torch import OutOfMemoryError
 
 from outpace import registry
+from outpace.api.kept import Kept
 from outpace.api.request import Request
 from outpace.api.stream import Chunk, Stream
 from outpace.core.drafter import Drafter
@@ -21,6 +22,7 @@ from outpace.core.policy import Policy
 from outpace.core.sequence import Limits, Sequence
 from outpace.cross_tokenizer.by_tokens import NamedModel, translated
 from outpace.errors import CacheFull, RequestFailed, UsageError
+from outpace.models.memory import MemoryNeed
 from outpace.policies.controller import costs
 from outpace.policies.controller.controller import Controller
 from outpace.policies.controller.costs import Costs
@@ -30,6 +32,9 @@ from outpace.sampling.sampler import Sampler
 from outpace.text import TextStream, Tokenizer, encode, is_chat, is_ids
 from outpace.threads.worker import Worker
 from outpace.tracing.trace import TraceWriter
+
+MOST_METHODS = 64  # a store of `suffix` may take 100 MB
+MOST_COMPILERS = 8  # each holds an index of the vocabulary
 
 
 class Model:
@@ -42,10 +47,10 @@ class Model:
         self.name = name
         self.engine = Engine(lm)
         self.checks: list[Callable[[], None]] = []  # each raises an error if the model cannot run as it is by now
-        self._methods: dict[Any, Drafter] = {}  # kept, so that a method uses in the next call what it learned
+        self._methods = Kept(MOST_METHODS)
         self._drafts: dict[tuple[int, int], tuple[NamedModel, LM]] = {}
         self._costs: Costs | None = None
-        self._compilers: dict[frozenset[int], GrammarCompiler] = {}
+        self._compilers = Kept(MOST_COMPILERS)
 
     @property
     def max_batch(self) -> int:
@@ -101,6 +106,14 @@ class Model:
     def warm_up(self) -> None:
         """Prepare passes of up to `max_batch` requests now, so that no answer waits for it; worth it for a server."""
         self.worker.call(partial(self.lm.prepare, self.max_batch))
+
+    def memory(self, tokens: int, requests: int = 1) -> MemoryNeed | None:
+        """Return the memory of the weights, and of requests of `tokens` tokens, prompt included; print it, or read it.
+
+        It says what would fit: `fits`, `most_tokens` of each request, `most_requests`. None: unknown for this model.
+        """
+        weights = self.lm.weights
+        return None if weights is None else self.worker.call(partial(weights.memory, tokens, requests))
 
     def clear_cache(self) -> None:
         """Drop the cached texts of finished requests: the next request is computed from its first token on."""
@@ -191,20 +204,25 @@ class Model:
             drafter=drafter,
             verifier=self._named(request.verifier or drafter.verifier, registry.verifier),
             policy=self.policy(request),
-            watcher=self._watcher(request),
+            watcher=self._watcher(request, stops),
+            context=request.owner,
+            prediction=self._prediction(request),
         )
 
     def method(self, request: Request) -> Drafter:
-        """The drafter of a request. The same name and options return the same object, with all that it has learned."""
+        """The drafter of a request. The same name and options return the same object, with all that it has learned.
+
+        Owners have objects of their own of a method that remembers text.
+        """
         if isinstance(request.method, Drafter):
             return request.method
         name, options = request.method, dict(request.options)
         if request.draft is not None:
             options["draft"] = self.draft_of(request.draft)
-        key = (name, tuple(sorted((k, id(v) if k == "draft" else v) for k, v in options.items())))
-        if key not in self._methods:
-            self._methods.setdefault(key, registry.method(name, **options))  # another thread may have been faster
-        return self._methods[key]
+        owner = request.owner if registry.find(name).remembers else None
+        key = (owner, name, tuple(sorted((k, id(v) if k == "draft" else v) for k, v in options.items())))
+        found: Drafter = self._methods.get(key, lambda: registry.method(name, **options))
+        return found
 
     def policy(self, request: Request) -> Policy:
         """The policy of a request: its own, or the default of its method."""
@@ -241,19 +259,23 @@ class Model:
         """Return the given object, or make one from "name" or "name:option=value,option=value"."""
         if not isinstance(given, str):
             return given
-        key = (make.__name__, given)
-        if key not in self._methods:
-            name, options = registry.parse(given)
-            self._methods.setdefault(key, make(name, **options))
-        return self._methods[key]
+        name, options = registry.parse(given)
+        return self._methods.get((make.__name__, given), lambda: make(name, **options))
 
-    def _watcher(self, request: Request) -> TextStream | None:
+    def _prediction(self, request: Request) -> list[int]:
+        if not isinstance(request.prediction, str) or not request.prediction:
+            return list(map(int, request.prediction))
+        if self.tokenizer is None:
+            raise UsageError("a prediction as text needs a tokenizer; pass token ids instead")
+        return self.tokenizer.encode(request.prediction, add_special_tokens=False)
+
+    def _watcher(self, request: Request, ends: frozenset[int]) -> TextStream | None:
         stops = [request.stop] if isinstance(request.stop, str) else list(request.stop)
         if self.tokenizer is None:
             if stops:
                 raise UsageError("stop strings need a tokenizer")
             return None
-        return TextStream(self.tokenizer, stops, request.min_tokens)
+        return TextStream(self.tokenizer, stops, request.min_tokens, None if request.skip_special_tokens else ends)
 
     def _bad_words(self, request: Request) -> tuple[tuple[int, ...], ...]:
         out = []
@@ -277,11 +299,16 @@ class Model:
         given = {name: source for name, source in sources.items() if source is not None}
         if not given:
             return None
+        return self.grammar_compiler(stops).compile(**given, start=start)
+
+    def grammar_compiler(self, stops: frozenset[int]) -> GrammarCompiler:
+        """The compiler of grammars that end with one of these tokens; the same stops return the same object."""
         if self.tokenizer is None:
             raise UsageError("a grammar needs a tokenizer")
-        if stops not in self._compilers:
-            self._compilers.setdefault(stops, GrammarCompiler(self.tokenizer, self.lm.vocab, stops))
-        return self._compilers[stops].compile(**given, start=start)
+        found: GrammarCompiler = self._compilers.get(
+            stops, lambda: GrammarCompiler(self.tokenizer, self.lm.vocab, stops)
+        )
+        return found
 
 
 def _results(stream: Stream, many: bool) -> Any:

@@ -44,6 +44,9 @@ class Request:
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None  # a grammar in llguidance's Lark syntax
+    prediction: str | Seq[int] = ""  # a text that the answer may repeat in large part: draft tokens are taken from it
+    skip_special_tokens: bool = True  # leave special tokens out of the text; False leaves out only the one that ends it
+    owner: str | None = None  # requests of different owners share no cached prefix, and no method that remembers text
     logits_processors: Seq[Callable[[Tensor, Tensor], Tensor]] = ()  # such as Transformers' LogitsProcessor objects
     sampling: Sampling = field(default_factory=Sampling)
     options: dict[str, Any] = field(default_factory=dict)  # of the method

@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outpace.core.engine import Event
 from outpace.core.sequence import FinishReason, Sequence, Step
 from outpace.core.stats import Stats
+from outpace.core.tree import Tree
 from outpace.sampling.logprobs import Logprob
 from outpace.text import TextStream
 from outpace.tracing.trace import TraceWriter
 
 if TYPE_CHECKING:
     from outpace.api.model import Model
+
+
+class DraftUse(NamedTuple):
+    """Draft tokens of one source, and how many of them were accepted."""
+
+    drafted: int
+    accepted: int
+
+
+class Times(NamedTuple):
+    """When a request got a slot, gave its first token, and ended, by `time.perf_counter`; 0 if it never did."""
+
+    started: float
+    first: float
+    ended: float
+
+
+NEVER = Times(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -34,6 +55,10 @@ class Completion:
     lossless: bool
     logprobs: list[Logprob] | None = None
     error: str | None = None
+    stop: str | None = None  # the stop string that ended it
+    cached_tokens: int = 0  # tokens of the prompt that the cache held already
+    sources: dict[str, DraftUse] = field(default_factory=dict)  # with the last chunk: its draft tokens by source
+    times: Times = NEVER  # with the last chunk
 
     @classmethod
     def of_sequence(cls, seq: Sequence) -> Completion:
@@ -47,6 +72,8 @@ class Completion:
             lossless=seq.drafter.lossless and seq.verifier.lossless,
             logprobs=seq.logprobs if seq.limits.logprobs is not None else None,
             error=seq.error,
+            stop=seq.watcher.stop if isinstance(seq.watcher, TextStream) else None,
+            cached_tokens=seq.cached,
         )
 
 
@@ -58,6 +85,7 @@ class Chunk:
     spans: list[tuple[str, bool]]  # the same text in spans: True where it came from accepted draft tokens
     tokens: list[int]
     step: Step | None
+    logprobs: list[Logprob] | None = None  # of these tokens, if requested
     index: int = 0  # which request of the stream
     completion: Completion | None = None  # with the last chunk of a request
 
@@ -67,6 +95,12 @@ class EndOfStream:
 
 
 Message = Chunk | Exception | EndOfStream
+
+
+class Receiver(Protocol):
+    """Takes what a listener makes of events, on the engine's thread."""
+
+    def put(self, message: Message) -> None: ...
 
 
 class Mailbox:
@@ -105,9 +139,11 @@ class Listener:
     """Turns the events of one request into chunks, on the engine's thread."""
 
     index: int
-    mailbox: Mailbox
+    mailbox: Receiver
     trace: TraceWriter | None
     whole: bool  # only the last chunk is needed
+    first: float = 0.0  # when the first token came
+    sources: dict[str, DraftUse] = field(default_factory=dict)
 
     def __call__(self, event: Event) -> None:
         """Handle an event. An error here, such as a full disk while tracing, is raised in the reader."""
@@ -115,12 +151,29 @@ class Listener:
         try:
             if self.trace is not None:
                 self.trace.event(event)
+            if event.step is not None:
+                self._note(event.step, seq.drafter.name)
             if seq.cause is not None:
                 self.mailbox.put(seq.cause)
             elif seq.finished or not self.whole:
                 self.mailbox.put(self._chunk(event))
         except Exception as error:
             self.mailbox.put(error)
+
+    def _note(self, step: Step, method: str) -> None:
+        self.first = self.first or perf_counter()
+        if not step.drafted:
+            return
+        named = step.layout.sources if isinstance(step.layout, Tree) else {}
+        drafted = Counter(named.values()) + Counter({method: step.drafted - len(named)})
+        accepted = Counter(named.get(node, method) for node in step.path[1 : step.accepted + 1])
+        for source, count in drafted.items():
+            before = self.sources.get(source, DraftUse(0, 0))
+            self.sources[source] = DraftUse(before.drafted + count, before.accepted + accepted[source])
+
+    def _completion(self, seq: Sequence) -> Completion:
+        times = Times(seq.started, self.first, perf_counter())
+        return replace(Completion.of_sequence(seq), sources=self.sources, times=times)
 
     def _chunk(self, event: Event) -> Chunk:
         seq, tokens = event.seq, [] if event.step is None else event.step.tokens
@@ -131,7 +184,9 @@ class Listener:
             if not self.whole:
                 runs = [(span.text, seq.drafted[span.token]) for span in seq.watcher.take()]
         text = "".join(text for text, _ in runs)
-        return Chunk(text, runs, tokens, event.step, self.index, Completion.of_sequence(seq) if seq.finished else None)
+        logprobs = None if seq.limits.logprobs is None else seq.logprobs[len(seq.logprobs) - len(tokens) :]
+        done = self._completion(seq) if seq.finished else None
+        return Chunk(text, runs, tokens, event.step, logprobs, self.index, done)
 
 
 class Stream(Iterator[Chunk]):

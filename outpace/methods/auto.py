@@ -21,6 +21,7 @@ from outpace.errors import UsageError
 FREER: dict[str, dict[str, Any]] = {
     "suffix": {"per_match": 4.0},
     "recycling": {"nodes": 20, "depth": 5},
+    "prediction": {"depth": 32},
 }
 
 
@@ -30,7 +31,7 @@ class Auto(Drafter):
 
     policy = "auto"
     draft: LM | None = None
-    candidates: str = "suffix+recycling"  # methods that need no model pass per level, "name:option=value" each
+    candidates: str = "prediction+suffix+recycling"  # that need no model pass per level, "name:option=value" each
     _parts: list[Drafter] = field(init=False, repr=False)
     _limits: list[Budget] = field(init=False, repr=False)
     _model: Drafter | None = field(init=False, repr=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from outpace.core.drafter import Drafter
 from outpace.core.sequence import Sequence
@@ -26,6 +27,7 @@ class Index:
 class NGram(Drafter):
     """Prompt lookup: copies what followed the last tokens before."""
 
+    remembers: ClassVar[bool] = False
     max_n: int = 4
     min_n: int = 1
     depth: int = 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outpace.core.drafter import Drafter
 from outpace.core.sequence import Sequence
@@ -13,6 +14,7 @@ from outpace.core.tree import OFF, Budget, Tree
 class Plain(Drafter):
     """One token per pass: the baseline."""
 
+    remembers: ClassVar[bool] = False
     limit = OFF
 
     def propose(self, seq: Sequence, budget: Budget) -> Tree:

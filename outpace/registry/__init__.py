@@ -29,6 +29,7 @@ METHODS: dict[str, str] = {
     "ngram": "outpace.methods.ngram:NGram",
     "suffix": "outpace.methods.suffix:Suffix",
     "recycling": "outpace.methods.recycling:Recycling",
+    "prediction": "outpace.methods.prediction:PredictedOutput",
     "lookahead": "outpace.methods.lookahead:Lookahead",
     "layerskip": "outpace.methods.layerskip:LayerSkip",
     "pruned": "outpace.methods.pruned:Pruned",
