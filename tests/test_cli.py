@@ -29,7 +29,7 @@ def test_help_names_every_command() -> None:
     assert shown.exit_code == 0
     assert all(
         name in shown.output
-        for name in ("generate", "chat", "verify", "bench", "advise", "prune", "show", "methods", "shelf")
+        for name in ("generate", "chat", "verify", "bench", "advise", "prune", "show", "methods", "shelf", "serve")
     )
 
 
@@ -129,6 +129,13 @@ WITHOUT_A_MODEL = [
     ["prune", SMOLLM2],
     ["head", "show", "no/such/folder"],
     ["show", "gone.jsonl"],
+    ["serve", "--method", "ngrm"],
+    ["serve", "--set", "top_q=0.5"],
+    ["serve", "--host", "0.0.0.0"],
+    ["serve", "--api-keys", "gone"],
+    ["serve", "--tool-format", "hermit"],
+    ["serve", "--max-waiting", "0"],
+    ["serve", "no/such/folder"],
 ]
 
 

@@ -38,13 +38,16 @@ COMMAND = "reports_errors"  # the decorator of every command
 
 # Inside `models` the same holds for its parts.
 RUNTIMES = [
+    "embeddings",
     "quantized",
     "adapters",
     "memory",
     "gpu_memory",
+    "transfer",
     "segment",
     "slots",
     "cacheless",
+    "cache",
     "early_exit",
     "kernels",
     "hf",

@@ -151,11 +151,9 @@ def load_draft(name: str | None, how: Loading) -> Model | None:
     return None if name is None else load_model(name, how.draft)
 
 
-def state_memory(model: Model, tokens: int) -> None:
-    """Print the most memory that a run of `tokens` tokens takes."""
-    weights = model.lm.weights
-    need = None if weights is None else weights.memory(tokens)
-    if need is not None:
+def state_memory(model: Model, tokens: int, requests: int = 1) -> None:
+    """Print the most memory that requests of `tokens` tokens take, and what would fit."""
+    if (need := model.memory(tokens, requests)) is not None:
         stderr.print(f"[dim]{need}[/]", highlight=False, soft_wrap=True)
 
 

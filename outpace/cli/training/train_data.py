@@ -92,7 +92,7 @@ def data(
         _path(output, part),
         load_model(model, Loading(dtype, device, compile=compile, quantize=quantize, adapter=adapter)),
     )
-    state_memory(lm, rows * (longest_prompt + max_tokens))
+    state_memory(lm, longest_prompt + max_tokens, rows)
     made: list[WritingResult] = []
     try:
         if asked:

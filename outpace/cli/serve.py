@@ -1,0 +1,136 @@
+"""outpace serve: serve a model over HTTP, with OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outpace.cli import checks
+from outpace.cli.common import DEFAULT_MODEL, Loading, app, load_draft, load_model, pairs, reports_errors, stderr
+from outpace.cli.flags import (
+    Adapter,
+    Bitwise,
+    Compile,
+    Device,
+    Draft,
+    Dtype,
+    Method,
+    Options,
+    PolicyName,
+    Quantize,
+    QuantizeDraft,
+    Settings,
+)
+from outpace.errors import OutpaceError
+from outpace.sampling.settings import Sampling
+
+LOCAL, PORT = "127.0.0.1", 8000
+Names = Annotated[
+    list[str], typer.Option("--served-model-name", help="Name of the model in requests; repeatable. Default: MODEL.")
+]
+Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback need API keys.")]
+Port = Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")]
+Keys = Annotated[
+    Path | None,
+    typer.Option("--api-keys", help="File with one KEY or NAME KEY a line; default: OUTPACE_API_KEYS, in that form."),
+]
+OpenWithoutKeys = Annotated[bool, typer.Option("--open-without-keys", help="Serve other machines without API keys.")]
+ShareBetweenKeys = Annotated[
+    bool, typer.Option("--share-between-keys", help="Let all keys share cached prefixes and remembered text.")
+]
+AllowedHosts = Annotated[
+    list[str], typer.Option("--allowed-host", help="Host name in requests, besides loopback; * allows all. Repeatable.")
+]
+Origins = Annotated[
+    list[str], typer.Option("--cors-origin", help="Origin of web pages that may call the server; repeatable.")
+]
+MaxBatch = Annotated[int | None, typer.Option(help="Requests that run at a time; default: what suits the model.")]
+MaxWaiting = Annotated[int, typer.Option(help="Requests that may wait; further ones are refused with status 429.")]
+MaxAnswer = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens of an answer.")]
+Seconds = Annotated[float, typer.Option("--timeout", help="Most seconds that a request may take.")]
+Drain = Annotated[float, typer.Option("--drain-seconds", help="Seconds for running requests after SIGTERM.")]
+ToolFormatName = Annotated[
+    str | None, typer.Option("--tool-format", help="How the model writes tool calls; default: as its template shows.")
+]
+LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")]
+
+
+@app.command()
+@reports_errors
+def serve(
+    model: Annotated[str, typer.Argument(help="Demo model, folder, Hugging Face id or GGUF file.")] = DEFAULT_MODEL,
+    host: Host = LOCAL,
+    port: Port = PORT,
+    served_model_name: Names = [],  # noqa: B006
+    api_keys: Keys = None,
+    open_without_keys: OpenWithoutKeys = False,
+    share_between_keys: ShareBetweenKeys = False,
+    allowed_host: AllowedHosts = [],  # noqa: B006
+    cors_origin: Origins = [],  # noqa: B006
+    method: Method = "auto",
+    draft: Draft = None,
+    option: Options = [],  # noqa: B006
+    policy: PolicyName = None,
+    settings: Settings = [],  # noqa: B006
+    max_batch: MaxBatch = None,
+    max_waiting: MaxWaiting = 256,
+    max_tokens: MaxAnswer = None,
+    timeout: Seconds = 600.0,
+    drain_seconds: Drain = 30.0,
+    tool_format: ToolFormatName = None,
+    log_prompts: LogPrompts = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    bitwise: Bitwise = None,
+    compile: Compile = None,
+    quantize: Quantize = None,
+    quantize_draft: QuantizeDraft = None,
+    adapter: Adapter = None,
+) -> None:
+    """Serve a model over HTTP: OpenAI's chat, completions and responses, and Anthropic's messages."""
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise OutpaceError(f"serving needs {package}: pip install 'outpace[serve]'")
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
+    sampling, options = pairs(settings), pairs(option)
+    checks.sampling_setting(sampling, vars(Sampling()))
+    loading.check(model, draft)
+    checks.request({"method": method, "policy": policy, **sampling, **options}, draft is not None)
+    from outpace.serve.chat.tool_formats import format_of
+    from outpace.serve.settings import ServeLimits, ServeSettings
+    from outpace.serve.web import keys
+
+    format_of("", tool_format)
+
+    given: dict[str, Any] = {
+        "names": tuple(served_model_name) or (model,), "root": model, "host": host, "port": port,
+        "keys": keys.load(api_keys), "open_without_keys": open_without_keys, "allowed_hosts": tuple(allowed_host),
+        "cors_origins": tuple(cors_origin), "method": method, "options": options, "policy": policy,
+        "sampling": sampling, "share_between_keys": share_between_keys, "tool_format": tool_format,
+        "log_prompts": log_prompts, "drain_seconds": drain_seconds,
+        "limits": ServeLimits(seconds=timeout, waiting=max_waiting, max_tokens=max_tokens),
+    }  # fmt: skip
+    ServeSettings(**given)  # refuses what cannot be, before anything is loaded
+    drafting, lm = load_draft(draft, loading), load_model(model, loading)
+    if max_batch is not None:
+        lm.max_batch = max_batch
+    _log_to_stderr()
+    from outpace.serve.launch import serve as run
+
+    told = f"serving {given['names'][0]} on http://{host}:{port}/v1, method {method}; Ctrl-C stops"
+    stderr.print(f"[dim]{told}[/]", highlight=False, soft_wrap=True)
+    run(lm, ServeSettings(**given, draft=drafting))
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("outpace.serve")
+    logger.handlers, logger.propagate = [lines], False
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,88 @@
+"""The web application: its routes, its errors, and what happens at its start and end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HTTPRequest
+
+from outpace.serve.service import Service
+from outpace.serve.surfaces.info import info
+from outpace.serve.surfaces.routes import routes
+from outpace.serve.web.access import AccessGuard
+from outpace.serve.web.failures import APIFailure, failure_of
+from outpace.serve.web.replies import JSONReply, failure_reply, reply_to_failure
+from outpace.version import __version__
+
+logger = logging.getLogger("outpace.serve")
+
+
+def build_app(service: Service) -> FastAPI:
+    """Return the application of a service."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        warming = asyncio.create_task(_warm_up(service))  # meanwhile the server says that it is not ready
+        yield
+        warming.cancel()
+        service.close()
+
+    app = FastAPI(title="Outpace", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.service = service
+    app.include_router(routes(service.settings.limits))
+    app.include_router(info)
+    app.add_exception_handler(APIFailure, reply_to_failure)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unexpected)
+    app.add_middleware(AccessGuard, settings=service.settings, count=service.metrics.reply)
+    if service.settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+async def _warm_up(service: Service) -> None:
+    try:
+        await service.warm_up()
+    except Exception as error:
+        service.state = "failed"
+        logger.error("the model cannot run: %s", error, exc_info=error)
+
+
+async def _invalid(request: HTTPRequest, error: Exception) -> JSONReply:
+    """Name the first field that is wrong."""
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    param = ".".join(place) or None
+    if first["type"] == "extra_forbidden":
+        failure = APIFailure(f"unknown field {param!r}", code="unknown_field", param=param)
+    elif first["type"] == "json_invalid":
+        failure = APIFailure("the body is not valid JSON", code="invalid_json")
+    else:
+        text = f"{first['msg']}" if param is None else f"{param}: {first['msg']}"
+        failure = APIFailure(text, code="invalid_value", param=param)
+    return failure_reply(failure, request.url.path)
+
+
+async def _http(request: HTTPRequest, error: Exception) -> JSONReply:
+    assert isinstance(error, HTTPException)
+    failure = APIFailure(str(error.detail), error.status_code, headers=dict(error.headers or {}))
+    return failure_reply(failure, request.url.path)
+
+
+async def _unexpected(request: HTTPRequest, error: Exception) -> JSONReply:
+    return failure_reply(failure_of(error), request.url.path)

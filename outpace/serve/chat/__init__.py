@@ -1,0 +1,1 @@
+"""Conversations to prompts, and text back to reasoning, content and tool calls."""

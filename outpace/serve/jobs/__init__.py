@@ -1,0 +1,1 @@
+"""Jobs: who runs when, and what comes of it."""

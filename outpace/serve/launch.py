@@ -1,0 +1,47 @@
+"""Launch: run a service under uvicorn, and let it drain when it is told to stop."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+import uvicorn
+
+from outpace.api.model import Model
+from outpace.serve.app import build_app
+from outpace.serve.service import Service
+from outpace.serve.settings import ServeSettings
+
+KEEP_ALIVE = 30  # seconds that an idle connection is kept
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, but new requests on open connections are refused from the first signal on."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self.service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.service.state = "draining"
+        super().handle_exit(sig, frame)
+
+
+def server_of(model: Model, settings: ServeSettings) -> DrainingServer:
+    """Return a server that is ready to run."""
+    service = Service(model, settings)
+    config = uvicorn.Config(
+        build_app(service),
+        host=settings.host,
+        port=settings.port,
+        access_log=False,
+        log_config=None,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        server_header=False,
+    )
+    return DrainingServer(config, service)
+
+
+def serve(model: Model, settings: ServeSettings) -> None:
+    """Serve until a signal stops it."""
+    server_of(model, settings).run()

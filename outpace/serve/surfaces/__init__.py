@@ -1,0 +1,1 @@
+"""The APIs: one file of fields and one of translation for each."""

@@ -1,0 +1,1 @@
+"""What a server tells of its work: metrics, figures of requests, a log."""

@@ -1,0 +1,1 @@
+"""Between HTTP and the service: access, events, errors."""
