@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,8 +20,11 @@ from outpace import registry
 from outpace.api.model import Model
 from outpace.cli.display import methods_markdown
 from outpace.core.lm import LM
+from outpace.serve.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from outpace.testing import ByteTokenizer, ToyLM
 from tests import test_lossless
+from tests.serving import live
+from tests.tiny_tokenizers import random_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,6 +85,27 @@ def test_the_examples_of_several_callers_run(smollm2: Model) -> None:
     scope["prompt"] = "One"
     exec("async def run():\n" + "\n".join(f"    {line}" for line in tasks.splitlines()) + "\n    return answer", scope)
     assert asyncio.run(scope["run"]()).tokens == scope["answers"][0].tokens  # type: ignore[operator, index]
+
+
+def test_the_examples_of_serve_run() -> None:
+    page = "docs/guide/serve.md"
+    name = "smollm2-135m-instruct"
+    with live(random_model("tiktoken"), names=(name,)) as server:
+        for source in blocks(page):
+            scope: dict[str, Any] = {}
+            exec(source.replace("http://localhost:8000", server.url), scope)
+            for client in scope.values():  # the examples leave that to the end of the program
+                if hasattr(client, "close") and not isinstance(client, type):
+                    client.close()
+        if shutil.which("curl"):
+            command = blocks(page, "bash")[0].replace("http://localhost:8000", server.url)
+            done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+            assert json.loads(done.stdout)["model"] == name
+        routes = server.get("/openapi.json").json()["paths"].keys()
+    text = (ROOT / page).read_text()
+    assert all(f"`{route}`" in text for route in routes - {"/v1/models/{name}"})
+    for metric in (*COUNTERS, *GAUGES, *HISTOGRAMS):
+        assert f"`{metric}`" in text, metric
 
 
 def script(name: str) -> dict[str, Any]:
