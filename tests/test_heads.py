@@ -437,7 +437,7 @@ def test_graft_over_a_head(kind: str, toy: Model) -> None:
         assert [c.tokens for c in found] == [c.tokens for c in plain]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "block"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_head_among_the_candidates_of_auto(kind: str, toy: Model) -> None:
     method = f"auto:candidates=suffix+{kind}:head=random"
     assert kind in set(sources(toy, method=method, policy="fixed"))
@@ -448,3 +448,5 @@ def test_a_head_among_the_candidates_of_auto(kind: str, toy: Model) -> None:
         assert [c.tokens for c in found] == [c.tokens for c in plain]
     with pytest.raises(UsageError, match="read different hidden states"):
         toy.generate([1, 2, 3], method="auto:candidates=block:head=random+medusa:head=random")
+    with pytest.raises(UsageError, match="not with both eagle3 and mtp"):
+        toy.generate([1, 2, 3], method="auto:candidates=eagle3:head=random+mtp:head=random")

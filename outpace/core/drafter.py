@@ -23,6 +23,7 @@ class Drafter:
     verifier: str = "match"  # the default verifier of its draft tokens
     remembers: ClassVar[bool] = True  # whether it may keep text of a request for others; False shares it among owners
     reads_logits: ClassVar[bool] = False  # whether it learns from all logits of every pass
+    has_head: ClassVar[bool] = False  # whether it drafts with a trained head
     model_source: str | None = None  # source name of nodes that take a draft model pass per level; None: it has none
     taps: tuple[int, ...] = ()  # hidden states of the target that it reads; known once a request is open
     limit: Budget = Budget(depth=4, nodes=4)  # the largest draft, unless a policy sets a lower limit

@@ -50,6 +50,7 @@ class HeadDrafter(SelfDrafting):
     """A drafter that uses a recursive head as its model; a subclass declares `head` and the tree options."""
 
     remembers: ClassVar[bool] = False
+    has_head: ClassVar[bool] = True
     kind: ClassVar[str]  # the kind of its head
     head: str | Recursive | None
 
@@ -91,6 +92,7 @@ class HeadDrafter(SelfDrafting):
 class ParallelDrafter(ModelDrafter):
     """A drafter with a head that predicts several tokens at once; a subclass declares `head` and the tree options."""
 
+    has_head: ClassVar[bool] = True
     kind: ClassVar[str]  # the kind of its head
     model_source: str | None = None  # the head runs once; the further levels of a tree cost little
     head: str | Parallel | None

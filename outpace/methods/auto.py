@@ -1,7 +1,7 @@
 """Auto: merges the trees of several methods into one, of which the policy "auto" verifies the part that pays.
 
-More is drafted than verified. A draft model can be one of the methods. It is the only one that costs model passes, so
-it drafts only as deep as the budget's `levels` allow.
+More is drafted than verified. One of the methods may run a model for each level: a draft model, or a head that drafts
+token by token. It costs passes of that model, so it drafts only as deep as the budget's `levels` allow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Auto(Drafter):
 
     policy = "auto"
     draft: LM | None = None
-    candidates: str = "prediction+suffix+recycling"  # that need no model pass per level, "name:option=value" each
+    candidates: str = "prediction+suffix+recycling"  # "name:option=value" each; heads too, one of them level by level
     _parts: list[Drafter] = field(init=False, repr=False)
     _limits: list[Budget] = field(init=False, repr=False)
     _model: Drafter | None = field(init=False, repr=False)
@@ -40,15 +40,25 @@ class Auto(Drafter):
         named = [registry.parse(spec) for spec in self.candidates.split("+") if spec.strip()]
         wrong = [name for name, _ in named if name == "auto" or _needs_model(registry.find(name))]
         if wrong:
-            raise UsageError(f"{wrong[0]!r} cannot be a candidate of auto, which only takes methods that need no model")
-        self._parts = [registry.method(name, **FREER.get(name, {}) | options) for name, options in named]
+            raise UsageError(
+                f"{wrong[0]!r} cannot be a candidate of auto, which takes methods that need no model, and trained heads"
+            )
+        made = [registry.method(name, **FREER.get(name, {}) | options) for name, options in named]
+        by_level = [part for part in made if part.model_source is not None]
+        if self.draft is not None:
+            by_level.append(registry.method("draft", draft=self.draft))
+        if len(by_level) > 1:
+            raise UsageError(
+                f"auto drafts level by level with one model, not with both {by_level[0].name} and {by_level[1].name}"
+            )
+        self._model = by_level[0] if by_level else None
+        self._parts = [part for part in made if part.model_source is None]
         self._limits = [part.limit for part in self._parts]
         self.limit = Budget(
             max((limit.depth for limit in self._limits), default=8),
             sum(limit.nodes for limit in self._limits) or 8,
             max((limit.width for limit in self._limits), default=1),
         )
-        self._model = None if self.draft is None else registry.method("draft", draft=self.draft)
 
     @property
     def model_source(self) -> str | None:  # type: ignore[override]
@@ -58,9 +68,10 @@ class Auto(Drafter):
         return [] if self._model is None else self._model.models()
 
     def open(self, seq: Sequence) -> None:
-        for part in self._parts:
+        parts = self._parts if self._model is None else [*self._parts, self._model]
+        for part in parts:
             part.open(seq)
-        read = {part.taps: part.name for part in self._parts if part.taps}
+        read = {part.taps: part.name for part in parts if part.taps}
         if len(read) > 1:
             raise UsageError(
                 f"{' and '.join(read.values())} read different hidden states and cannot be combined in auto"
@@ -115,7 +126,8 @@ class Auto(Drafter):
 
 
 def _needs_model(cls: type[Drafter]) -> bool:
-    return bool(registry.required(cls)) or cls.model_source is not None
+    """Return whether a method runs a model other than a trained head."""
+    return bool(registry.required(cls)) or (cls.model_source is not None and not cls.has_head)
 
 
 def merge(tree: Tree, other: Tree, source: str) -> Tree:
