@@ -165,7 +165,7 @@ def test_the_catalogue_is_what_the_classes_say() -> None:
 
 def test_numeric_options_have_ranges_that_are_known_without_the_class() -> None:
     free = {"gamma"}  # any number
-    for kind, entries in catalogue.described().items():
+    for kind, entries in json.loads(catalogue.FILE.read_text()).items():  # it says what the classes say
         for name, known in entries.items():
             for option, types in known["types"].items():
                 if {"int", "float"} & {*types.split(" | ")} and "str" not in types and option not in free:
