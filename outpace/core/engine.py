@@ -56,6 +56,7 @@ class Engine:
     def __init__(self, target: LM, max_batch: int | None = None, overlap: bool = True):
         self.target = target
         self.scheduler = Scheduler(target, target.usual_batch if max_batch is None else max_batch)
+        self.on_pass: list[Callable[[list[Event]], object]] = []  # called with the events of every pass of `turn`
         self._overlap = overlap and target.asynchronous
         self._late: list[Event] = []  # events of the last pass, delivered while the next one runs
 
@@ -89,6 +90,8 @@ class Engine:
             deliver(event)
         overlaps = self.overlaps
         events = self._end(flight, not overlaps)
+        for call in self.on_pass:
+            call(events)
         self._late = events if overlaps else []
         for event in events if not overlaps else ():
             deliver(event)

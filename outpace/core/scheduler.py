@@ -25,6 +25,7 @@ class Scheduler:
         self.feeding: deque[Sequence] = deque()  # requests with a slot that does not hold the whole prompt yet
         self.running: list[Sequence] = []
         self.full = False  # memory ran out: admit no request until another one ends
+        self.preemptions = 0  # how often a request gave up its slot because of that
 
     @property
     def idle(self) -> bool:
@@ -109,6 +110,7 @@ class Scheduler:
             self.leave(seq)
             return False
         (self.running if seq in self.running else self.feeding).remove(seq)
+        self.preemptions += seq.slot is not None
         self._free(seq)
         self.waiting.appendleft(seq)
         self.full = True

@@ -33,7 +33,7 @@ class Service:
     def __init__(self, model: Model, settings: ServeSettings):
         self.model, self.settings = model, settings
         self.served = Served(model, settings, ChatFormat(model, settings.tool_format))
-        self.metrics = ServerMetrics(settings.names[0])
+        self.metrics = ServerMetrics(settings.names[0], model.engine)
         self.log = RequestLog(self.metrics, settings.log_prompts)
         self.state: Literal["starting", "ready", "draining", "failed"] = "starting"
         self.admission = Admission(model.max_batch + max(1, model.max_batch // AHEAD), settings.limits.waiting)
@@ -50,6 +50,7 @@ class Service:
         """Prepare all that the first request would wait for; then the server is ready."""
         self._link = EngineLink(asyncio.get_running_loop())
         await asyncio.to_thread(self._warm_up)
+        self.metrics.passes.begin()
         if self.state == "starting":
             self.state = "ready"
 
@@ -111,5 +112,6 @@ class Service:
 
     def close(self) -> None:
         """Let the threads end."""
+        self.metrics.passes.end()
         for pool in (self._preparing, self._submitting):
             pool.shutdown(wait=False, cancel_futures=True)
