@@ -26,7 +26,7 @@ from outpace.cli.flags import (
     QuantizeDraft,
     Settings,
 )
-from outpace.errors import OutpaceError
+from outpace.errors import OutpaceError, UsageError
 from outpace.sampling.settings import Sampling
 
 LOCAL, PORT = "127.0.0.1", 8000
@@ -57,7 +57,10 @@ Drain = Annotated[float, typer.Option("--drain-seconds", help="Seconds for runni
 ToolFormatName = Annotated[
     str | None, typer.Option("--tool-format", help="How the model writes tool calls; default: as its template shows.")
 ]
-LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")]
+LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts and answers to the log and to spans.")]
+OtlpEndpoint = Annotated[
+    str | None, typer.Option(help="URL of an OpenTelemetry collector (OTLP over HTTP); it gets a span of each request.")
+]
 
 
 @app.command()
@@ -84,6 +87,7 @@ def serve(
     drain_seconds: Drain = 30.0,
     tool_format: ToolFormatName = None,
     log_prompts: LogPrompts = False,
+    otlp_endpoint: OtlpEndpoint = None,
     dtype: Dtype = None,
     device: Device = None,
     bitwise: Bitwise = None,
@@ -96,6 +100,8 @@ def serve(
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise OutpaceError(f"serving needs {package}: pip install 'outpace[serve]'")
+    if otlp_endpoint is not None:
+        _check_collector(otlp_endpoint)
     loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
     sampling, options = pairs(settings), pairs(option)
     checks.sampling_setting(sampling, vars(Sampling()))
@@ -112,7 +118,7 @@ def serve(
         "keys": keys.load(api_keys), "open_without_keys": open_without_keys, "allowed_hosts": tuple(allowed_host),
         "cors_origins": tuple(cors_origin), "method": method, "options": options, "policy": policy,
         "sampling": sampling, "share_between_keys": share_between_keys, "tool_format": tool_format,
-        "log_prompts": log_prompts, "drain_seconds": drain_seconds,
+        "log_prompts": log_prompts, "otlp_endpoint": otlp_endpoint, "drain_seconds": drain_seconds,
         "limits": ServeLimits(seconds=timeout, waiting=max_waiting, max_tokens=max_tokens),
     }  # fmt: skip
     ServeSettings(**given)  # refuses what cannot be, before anything is loaded
@@ -127,10 +133,25 @@ def serve(
     run(lm, ServeSettings(**given, draft=drafting))
 
 
+def _check_collector(url: str) -> None:
+    for package in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+        if not _is_there(package):
+            raise OutpaceError("--otlp-endpoint needs OpenTelemetry: pip install 'outpace[otel]'")
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--otlp-endpoint {url} is no URL, such as http://localhost:4318")
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False
+
+
 def _log_to_stderr() -> None:
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s")
+    from outpace.serve.telemetry.log_lines import JSONFormatter, logger
+
     lines = logging.StreamHandler(sys.stderr)
-    lines.setFormatter(logging.Formatter("%(message)s"))
-    logger = logging.getLogger("outpace.serve")
-    logger.handlers, logger.propagate = [lines], False
+    lines.setFormatter(JSONFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[lines])
     logger.setLevel(logging.INFO)

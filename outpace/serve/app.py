@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from time import perf_counter
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,9 +18,10 @@ from starlette.requests import Request as HTTPRequest
 from outpace.serve.service import Service
 from outpace.serve.surfaces.info import info
 from outpace.serve.surfaces.routes import routes
+from outpace.serve.telemetry.log_lines import say
 from outpace.serve.web.access import AccessGuard
 from outpace.serve.web.failures import APIFailure, failure_of
-from outpace.serve.web.replies import JSONReply, failure_reply, reply_to_failure
+from outpace.serve.web.replies import JSONReply, refusal, reply_to_failure
 from outpace.version import __version__
 
 logger = logging.getLogger("outpace.serve")
@@ -33,7 +35,8 @@ def build_app(service: Service) -> FastAPI:
         warming = asyncio.create_task(_warm_up(service))  # meanwhile the server says that it is not ready
         yield
         warming.cancel()
-        service.close()
+        await service.close()
+        say("stopped")
 
     app = FastAPI(title="Outpace", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
@@ -55,8 +58,11 @@ def build_app(service: Service) -> FastAPI:
 
 
 async def _warm_up(service: Service) -> None:
+    settings, begun = service.settings, perf_counter()
+    say("starting", version=__version__, model=settings.root, method=settings.method, max_batch=service.model.max_batch)
     try:
         await service.warm_up()
+        say("ready", seconds=round(perf_counter() - begun, 3))
     except Exception as error:
         service.state = "failed"
         logger.error("the model cannot run: %s", error, exc_info=error)
@@ -75,14 +81,14 @@ async def _invalid(request: HTTPRequest, error: Exception) -> JSONReply:
     else:
         text = f"{first['msg']}" if param is None else f"{param}: {first['msg']}"
         failure = APIFailure(text, code="invalid_value", param=param)
-    return failure_reply(failure, request.url.path)
+    return refusal(failure, request.url.path)
 
 
 async def _http(request: HTTPRequest, error: Exception) -> JSONReply:
     assert isinstance(error, HTTPException)
     failure = APIFailure(str(error.detail), error.status_code, headers=dict(error.headers or {}))
-    return failure_reply(failure, request.url.path)
+    return refusal(failure, request.url.path)
 
 
 async def _unexpected(request: HTTPRequest, error: Exception) -> JSONReply:
-    return failure_reply(failure_of(error), request.url.path)
+    return refusal(failure_of(error), request.url.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from socket import socket
 from types import FrameType
 
 import uvicorn
@@ -10,6 +11,7 @@ from outpace.api.model import Model
 from outpace.serve.app import build_app
 from outpace.serve.service import Service
 from outpace.serve.settings import ServeSettings
+from outpace.serve.telemetry.log_lines import say
 
 KEEP_ALIVE = 30  # seconds that an idle connection is kept
 
@@ -24,6 +26,13 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.state = "draining"
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """Wait for what runs, then stop."""
+        self.service.state = "draining"
+        admission = self.service.admission
+        say("draining", running=admission.running, waiting=admission.pending)
+        await super().shutdown(sockets)
 
 
 def server_of(model: Model, settings: ServeSettings) -> DrainingServer:

@@ -18,6 +18,7 @@ from outpace.serve.served import Served
 from outpace.serve.settings import ServeSettings
 from outpace.serve.telemetry.metrics import ServerMetrics
 from outpace.serve.telemetry.request_log import RequestEntry, RequestLog
+from outpace.serve.telemetry.spans import RequestSpans, exporting_provider
 from outpace.serve.web.event_stream import Pace
 from outpace.serve.web.failures import APIFailure, not_ready
 
@@ -34,7 +35,7 @@ class Service:
         self.model, self.settings = model, settings
         self.served = Served(model, settings, ChatFormat(model, settings.tool_format))
         self.metrics = ServerMetrics(settings.names[0], model.engine)
-        self.log = RequestLog(self.metrics, settings.log_prompts)
+        self.log = RequestLog(self.metrics, settings.log_prompts, _spans(settings))
         self.state: Literal["starting", "ready", "draining", "failed"] = "starting"
         self.admission = Admission(model.max_batch + max(1, model.max_batch // AHEAD), settings.limits.waiting)
         self._preparing = ThreadPoolExecutor(PREPARING, "outpace-prepare")
@@ -110,8 +111,16 @@ class Service:
         need = None if weights is None else weights.memory(used)
         return need.cache / need.available if need is not None and need.available else 0.0
 
-    def close(self) -> None:
-        """Let the threads end."""
+    async def close(self) -> None:
+        """Let the threads end, and have spans sent."""
         self.metrics.passes.end()
+        if self.log.spans is not None:
+            await asyncio.to_thread(self.log.spans.close)
         for pool in (self._preparing, self._submitting):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _spans(settings: ServeSettings) -> RequestSpans | None:
+    if settings.otlp_endpoint is None:
+        return None
+    return RequestSpans(exporting_provider(settings.otlp_endpoint), settings.names[0])

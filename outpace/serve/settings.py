@@ -58,6 +58,7 @@ class ServeSettings:
     share_between_keys: bool = False  # whether all keys share cached prefixes and what methods remember
     tool_format: str | None = None  # None: as the chat template shows
     log_prompts: bool = False
+    otlp_endpoint: str | None = None  # a collector of OpenTelemetry, to which a span of each request goes
     drain_seconds: float = 30.0  # for running requests after SIGTERM
     limits: ServeLimits = field(default_factory=ServeLimits)
 

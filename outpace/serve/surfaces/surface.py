@@ -17,9 +17,9 @@ from outpace.serve.jobs.run import JobRun
 from outpace.serve.served import Served
 from outpace.serve.service import Service
 from outpace.serve.surfaces.engine_fields import EngineFields, check_samples
-from outpace.serve.web.event_stream import CLIENT_GONE, ClientGone, Deadline, EventStream, ServerEvent, while_connected
-from outpace.serve.web.failures import APIFailure, failure_of, timed_out
-from outpace.serve.web.replies import JSONReply
+from outpace.serve.web.event_stream import ClientGone, Deadline, EventStream, ServerEvent, while_connected
+from outpace.serve.web.failures import CLIENT_GONE, APIFailure, client_gone, failure_of, timed_out
+from outpace.serve.web.replies import JSONReply, failure_reply
 
 F = TypeVar("F", bound=EngineFields)
 
@@ -83,7 +83,7 @@ async def answer(surface: Surface[F], fields: F, http: HTTPRequest) -> Response:
     """Answer a request of any API."""
     service: Service = http.app.state.service
     exchange = Exchange(fields, service.served, http.scope.get("owner"), f"{surface.id_prefix}{secrets.token_hex(16)}")
-    entry = service.log.begin(surface.name, exchange.id, exchange.owner)
+    entry = service.log.begin(surface.name, exchange.id, exchange.owner, http.headers)
     limit = service.settings.limits.seconds
     seconds = limit if fields.timeout is None else min(limit, fields.timeout)
     deadline = Deadline(seconds)
@@ -98,12 +98,12 @@ async def answer(surface: Surface[F], fields: F, http: HTTPRequest) -> Response:
                 outcome = await while_connected(http.receive, run.outcome())
             finally:
                 run.cancel()
-            entry.end(200, outcome)
+            entry.end(outcome)
             return JSONReply(surface.reply(exchange, outcome), headers={"X-Request-Id": exchange.id})
     except ClientGone:
-        entry.end(CLIENT_GONE)
+        entry.end(None, client_gone())
         return Response(status_code=CLIENT_GONE)
     except Exception as error:
         failure = timed_out(seconds) if isinstance(error, TimeoutError) else failure_of(error)
-        entry.end(failure.status)
-        raise failure from error
+        entry.end(None, failure)
+        return failure_reply(failure, http.url.path, exchange.id)

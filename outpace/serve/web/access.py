@@ -14,7 +14,7 @@ from outpace.serve.settings import ServeSettings
 from outpace.serve.web.event_stream import ClientGone
 from outpace.serve.web.failures import APIFailure
 from outpace.serve.web.keys import ApiKeys
-from outpace.serve.web.replies import failure_reply
+from outpace.serve.web.replies import refusal
 
 OPEN_PATHS = ("/health",)  # no key is needed for these
 OTHER = "other"  # paths that no route has, as metrics count them
@@ -50,7 +50,7 @@ class AccessGuard:
             self._check(scope)
             body = await self._body(Headers(scope=scope), receive)
         except APIFailure as failure:
-            return await failure_reply(failure, scope["path"])(scope, receive, counted)
+            return await refusal(failure, scope["path"])(scope, receive, counted)
         await self.app(scope, _after(body, receive), counted)
 
     def _check(self, scope: Scope) -> None:

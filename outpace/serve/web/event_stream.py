@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outpace.serve.web.failures import APIFailure, failure_of, timed_out
+from outpace.serve.web.failures import APIFailure, client_gone, failure_of, timed_out
 from outpace.serve.web.replies import encoded
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from outpace.serve.telemetry.request_log import RequestEntry
 
 T = TypeVar("T")
-CLIENT_GONE = 499  # nginx's number for a client that has left; nobody reads such a reply
 LAST_WORDS = 1.0  # seconds to send an error after the deadline
 MOST_SENDS = 2000  # a second, of all streams together
 SHORTEST = 0.005  # seconds; a shorter pause is not worth it
@@ -101,19 +100,19 @@ class EventStream(Response):
         self.deadline, self.pace = deadline, pace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = CLIENT_GONE
+        failure: APIFailure | None = client_gone()
         self.pace.streams += 1
         try:
-            status = await while_connected(receive, self._send(send))
+            failure = await while_connected(receive, self._send(send))
         except (ClientGone, OSError):
             pass
         finally:
             self.pace.streams -= 1
             self.run.cancel()
-            self.entry.end(status, self.run.found if status == 200 else None)
+            self.entry.end(self.run.found if failure is None else None, failure)
 
-    async def _send(self, send: Send) -> int:
-        """Send everything; return the status that it would have had as a whole reply."""
+    async def _send(self, send: Send) -> APIFailure | None:
+        """Send everything; return why it failed, which is the last event then."""
         headers = [*HEADERS, (b"x-request-id", self.entry.id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
@@ -124,7 +123,7 @@ class EventStream(Response):
                     if not self.run.ended:
                         await self.pace.pause()
                 await _body(send, self.writer.end(self.run.found), more=False)
-            return 200
+            return None
         except TimeoutError:
             return await self._fail(send, timed_out(self.deadline.seconds))
         except OSError:
@@ -132,11 +131,11 @@ class EventStream(Response):
         except Exception as error:
             return await self._fail(send, failure_of(error))
 
-    async def _fail(self, send: Send, failure: APIFailure) -> int:
+    async def _fail(self, send: Send, failure: APIFailure) -> APIFailure:
         with suppress(TimeoutError):  # a client that does not read does not hear it either
             async with asyncio.timeout(LAST_WORDS):
                 await _body(send, self.writer.fail(failure), more=False)
-        return failure.status
+        return failure
 
 
 async def _body(send: Send, events: Iterable[ServerEvent], more: bool = True) -> None:

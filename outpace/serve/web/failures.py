@@ -10,6 +10,7 @@ from outpace.errors import OutpaceError, UsageError
 
 logger = logging.getLogger("outpace.serve")
 SETTING = re.compile(r"(\w+)(?:=|: | must | is not valid)")  # messages about a setting begin with its name
+CLIENT_GONE = 499  # nginx's number for a client that has left; nobody reads such a reply
 NO_RETRY = {"x-should-retry": "false"}  # the official clients read it
 # Anthropic's name for each status; all others are `api_error`.
 ANTHROPIC_TYPES = {
@@ -62,6 +63,10 @@ def not_ready(reason: str) -> APIFailure:
 def timed_out(seconds: float) -> APIFailure:
     text = f"the request took longer than {seconds:g} s"
     return APIFailure(text, 504, code="timeout", headers=NO_RETRY)
+
+
+def client_gone() -> APIFailure:
+    return APIFailure("the client has closed its connection", CLIENT_GONE, code="client_gone")
 
 
 def failure_of(error: Exception) -> APIFailure:
