@@ -5,10 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +28,7 @@ from outpace.testing import ToyLM
 from tests.serving import NAME, Live, live, until
 from tests.tiny_tokenizers import random_model
 
+ROOT = Path(__file__).parent.parent
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 LABELS = f'{{engine="0",model_name="{NAME}"}}'
@@ -100,8 +106,8 @@ def test_the_log_tells_of_start_requests_refusals_and_end(model: Model, caplog: 
 def test_lines_of_others_are_json_too() -> None:
     try:
         raise ValueError("why")
-    except ValueError as error:
-        record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "it %s", ("broke",), (ValueError, error, None))
+    except ValueError:
+        record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "it %s", ("broke",), sys.exc_info())
     said = json.loads(JSONFormatter().format(record))
     assert (said["event"], said["logger"], said["message"]) == ("error", "uvicorn.error", "it broke")
     assert "ValueError: why" in said["traceback"]
@@ -233,3 +239,27 @@ def test_a_missing_package_or_a_wrong_address_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr("outpace.cli.serve.find_spec", lambda name: None if "opentelemetry" in name else name)
     missing = run(app, ["serve", "--otlp-endpoint", "http://localhost:4318"])
     assert missing.exit_code != 0 and "pip install 'outpace[otel]'" in " ".join(missing.output.split())
+
+
+# The dashboard
+
+
+def test_the_dashboard_asks_for_what_there_is(model: Model, tmp_path: Path) -> None:
+    board = json.loads((ROOT / "deploy/grafana.json").read_text())
+    panels = board["panels"]
+    asked = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    with live(model) as server:
+        server.post(CHAT, {**HELLO, "speculation": {"method": "recycling", "options": {"price": 0}}})
+        there = {name.partition("{")[0] for name in values(server)}
+    names = {name for query in asked for name in re.findall(r"outpace:\w+", query)}
+    assert names <= there, names - there
+    assert len({panel["id"] for panel in panels}) == len(panels) and len(asked) > 20
+    variables = {each["name"] for each in board["templating"]["list"]}
+    assert set(re.findall(r"\$(\w+)", " ".join(asked))) - variables == {"__rate_interval"}
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool, which reads the queries, is not installed")
+    rules = [{"record": f"q{i}", "expr": query.replace("$__rate_interval", "1m")} for i, query in enumerate(asked)]
+    file = tmp_path / "rules.json"  # JSON is YAML
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
