@@ -43,8 +43,8 @@ class PassHistogram:
 
 
 @dataclass
-class LastPass:
-    """When the last pass of a request ended."""
+class PassClock:
+    """When the last pass of a request ended, by `time.perf_counter`."""
 
     at: float = 0.0  # 0: none has
 
@@ -73,7 +73,7 @@ class PassMetrics(Collector):
         for event in events:
             if event.step is None:
                 continue
-            seq, last = event.seq, event.seq.state(self, LastPass)
+            seq, last = event.seq, event.seq.state(self, PassClock)
             committed += len(event.step.tokens)
             if last.at:
                 self._gaps.add(now - last.at)
