@@ -86,14 +86,18 @@ class Engine:
         """Run one pass over every running request, and deliver its events; with overlap, the previous events."""
         flight = self._begin()
         late, self._late = self._late, []
-        for event in late:  # the pass is running on the device, so the host has time
-            deliver(event)
+        self._deliver(late, deliver)  # the pass is running on the device, so the host has time
         overlaps = self.overlaps
         events = self._end(flight, not overlaps)
+        if overlaps:
+            self._late = events
+        else:
+            self._deliver(events, deliver)
+
+    def _deliver(self, events: list[Event], deliver: Callable[[Event], object]) -> None:
         for call in self.on_pass:
             call(events)
-        self._late = events if overlaps else []
-        for event in events if not overlaps else ():
+        for event in events:
             deliver(event)
 
     def serve(self) -> bool:
