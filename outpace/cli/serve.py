@@ -122,14 +122,15 @@ def serve(
         "limits": ServeLimits(seconds=timeout, waiting=max_waiting, max_tokens=max_tokens),
     }  # fmt: skip
     ServeSettings(**given)  # refuses what cannot be, before anything is loaded
+    _log_to_stderr()
     drafting, lm = load_draft(draft, loading), load_model(model, loading)
     if max_batch is not None:
         lm.max_batch = max_batch
-    _log_to_stderr()
     from outpace.serve.launch import serve as run
 
-    told = f"serving {given['names'][0]} on http://{host}:{port}/v1, method {method}; Ctrl-C stops"
-    stderr.print(f"[dim]{told}[/]", highlight=False, soft_wrap=True)
+    if stderr.is_terminal:  # otherwise whoever reads the log expects JSON
+        told = f"serving {given['names'][0]} on http://{host}:{port}/v1, method {method}; Ctrl-C stops"
+        stderr.print(f"[dim]{told}[/]", highlight=False, soft_wrap=True)
     run(lm, ServeSettings(**given, draft=drafting))
 
 
@@ -154,4 +155,5 @@ def _log_to_stderr() -> None:
     lines = logging.StreamHandler(sys.stderr)
     lines.setFormatter(JSONFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[lines])
+    logging.captureWarnings(True)
     logger.setLevel(logging.INFO)

@@ -59,7 +59,8 @@ def build_app(service: Service) -> FastAPI:
 
 async def _warm_up(service: Service) -> None:
     settings, begun = service.settings, perf_counter()
-    say("starting", version=__version__, model=settings.root, method=settings.method, max_batch=service.model.max_batch)
+    about = {"model": settings.root, "host": settings.host, "port": settings.port, "method": settings.method}
+    say("starting", version=__version__, **about, max_batch=service.model.max_batch)
     try:
         await service.warm_up()
         say("ready", seconds=round(perf_counter() - begun, 3))
