@@ -18,10 +18,10 @@ from outpace.core.stats import Stats
 from outpace.core.tree import Tree
 from outpace.sampling.logprobs import Logprob
 from outpace.text import TextStream
-from outpace.tracing.trace import TraceWriter
 
 if TYPE_CHECKING:
     from outpace.api.model import Model
+    from outpace.tracing.trace import TraceWriter
 
 
 class DraftUse(NamedTuple):
@@ -103,6 +103,12 @@ class Receiver(Protocol):
     def put(self, message: Message) -> None: ...
 
 
+class Recorder(Protocol):
+    """Records the events of requests, on the engine's thread."""
+
+    def event(self, event: Event) -> None: ...
+
+
 class Mailbox:
     """Passes chunks from the engine's thread to a reader, which waits in a thread or in an event loop."""
 
@@ -140,7 +146,7 @@ class Listener:
 
     index: int
     mailbox: Receiver
-    trace: TraceWriter | None
+    trace: Recorder | None
     whole: bool  # only the last chunk is needed
     first: float = 0.0  # when the first token came
     sources: dict[str, DraftUse] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Trace: what every pass drafted, chose and kept, and how long it took, as JSON lines (docs/guide/traces.md).
 
-`TraceWriter` writes a line for each event of the engine. `read` turns a file back into records, with the same `steps`
-as in the run. The format has a version, and `read` refuses a file with a newer version than it knows.
+`TraceLines` describes each event of the engine, and `TraceWriter` writes that to a file. `read` turns a file back into
+records, with the same `steps` as in the run. The format has a version, and `read` refuses a file with a newer version
+than it knows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ from outpace.text import TextStream, Tokenizer
 from outpace.version import __version__
 
 FORMAT, VERSION = "outpace-trace", 1
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -115,61 +117,53 @@ class Trace:
     pieces: dict[int, str]  # the text of each token that occurs
 
 
-class TraceWriter:
-    """Writes each event as soon as it happens, so the trace of an interrupted run can be read."""
+class TraceLines:
+    """Describes requests and events as the lines of one trace; `TraceWriter` writes them, a server sends them."""
 
-    def __init__(self, path: str | Path, tokenizer: Tokenizer | None = None, model: str = "", probs: bool = False):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None = None, model: str = "", probs: bool = False):
+        self.tokenizer, self.model = tokenizer, model
         self.probs = probs
-        self._ids: dict[int, int] = {}  # id of a sequence -> number of the request in this file
+        self._ids: dict[int, int] = {}  # id of a sequence -> number of the request in this trace
         self._known: set[int] = set()
         self._start = time.perf_counter()
-        try:
-            self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise OutpaceError(f"cannot write the trace: {error}") from error
-        versions = {"outpace": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        self._write("header", format=FORMAT, version=VERSION, model=model, probs=probs, versions=versions)
 
-    def begin(self, seqs: Seq[Sequence]) -> None:
-        """Write the requests that are about to run."""
+    def header(self) -> Line:
+        """Return the first line."""
+        versions = {"outpace": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        named = {"format": FORMAT, "version": VERSION, "model": self.model}
+        return {"type": "header", **named, "probs": self.probs, "versions": versions}
+
+    def begin(self, seqs: Seq[Sequence]) -> Iterator[Line]:
+        """Yield the lines of requests that are about to run."""
         for seq in seqs:
             self._ids[seq.id] = len(self._ids)
-            self._pieces(seq.tokens)
-            self._write(
-                "request",
-                id=self._ids[seq.id],
-                method=seq.drafter.name or type(seq.drafter).__name__,
-                verifier=registry.name_of(seq.verifier, "verifier"),
-                policy=registry.name_of(seq.policy, "policy"),
-                lossless=seq.drafter.lossless and seq.verifier.lossless,
-                sampling=asdict(seq.sampler.sampling),
-                prompt=seq.tokens,
-            )
+            yield from self._pieces(seq.tokens)
+            yield {
+                "type": "request",
+                "id": self._ids[seq.id],
+                "method": seq.drafter.name or type(seq.drafter).__name__,
+                "verifier": registry.name_of(seq.verifier, "verifier"),
+                "policy": registry.name_of(seq.policy, "policy"),
+                "lossless": seq.drafter.lossless and seq.verifier.lossless,
+                "sampling": asdict(seq.sampler.sampling),
+                "prompt": list(seq.tokens),
+            }
 
-    def event(self, event: Event) -> None:
-        """Write an event of the engine."""
+    def event(self, event: Event) -> Iterator[Line]:
+        """Yield the lines of an event of the engine."""
         seq, step = event.seq, event.step
         if step is not None:
-            self._pass(event, step)
+            yield from self._pieces([*step.tree.tokens, *step.tokens])
+            yield self._pass(event, step)
         if seq.finished:
             end = {} if seq.error is None else {"error": seq.error}
-            self._write("end", request=self._ids[seq.id], finish_reason=seq.finish_reason, **end)
+            yield {"type": "end", "request": self._ids[seq.id], "finish_reason": seq.finish_reason, **end}
 
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _pass(self, event: Event, step: Step) -> None:
+    def _pass(self, event: Event, step: Step) -> Line:
         seq, tree = event.seq, step.tree
         own = seq.drafter.name or type(seq.drafter).__name__
-        self._pieces([*tree.tokens, *step.tokens])
-        line: dict[str, Any] = {
+        line: Line = {
+            "type": "pass",
             "request": self._ids[seq.id],
             "at": round(time.perf_counter() - self._start, 6),
             "rows": event.batch_size,
@@ -194,18 +188,48 @@ class TraceWriter:
             line["decision"] = asdict(tree.decision)
         if self.probs:
             line["judged"] = [asdict(judged) for judged in _judge(event, step)]
-        self._write("pass", **line)
+        return line
 
-    def _pieces(self, tokens: Seq[int]) -> None:
-        """Write the text of tokens that the file does not have yet."""
+    def _pieces(self, tokens: Seq[int]) -> Iterator[Line]:
+        """Yield a line with the text of tokens that the trace does not have yet, if there are any."""
         new = sorted(set(tokens) - self._known)
         self._known.update(new)
         if new and self.tokenizer is not None:
-            self._write("pieces", pieces={token: self.tokenizer.decode([token]) for token in new})
+            yield {"type": "pieces", "pieces": {token: self.tokenizer.decode([token]) for token in new}}
 
-    def _write(self, kind: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":")) + "\n")
-        self._file.flush()
+
+class TraceWriter:
+    """Writes each event as soon as it happens, so the trace of an interrupted run can be read."""
+
+    def __init__(self, path: str | Path, tokenizer: Tokenizer | None = None, model: str = "", probs: bool = False):
+        self._lines = TraceLines(tokenizer, model, probs)
+        try:
+            self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise OutpaceError(f"cannot write the trace: {error}") from error
+        self._write([self._lines.header()])
+
+    def begin(self, seqs: Seq[Sequence]) -> None:
+        """Write the requests that are about to run."""
+        self._write(self._lines.begin(seqs))
+
+    def event(self, event: Event) -> None:
+        """Write an event of the engine."""
+        self._write(self._lines.event(event))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            self._file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+            self._file.flush()
 
 
 def _judge(event: Event, step: Step) -> Iterator[JudgedNode]:

@@ -20,7 +20,8 @@ from outpace.tracing.trace import PassRecord, RequestTrace, Trace, reason
 
 PHASES = ("prefill", "draft", "score", "verify", "keep")
 TARGET = -1  # source of a token that no method proposed: the target's own choice
-PLACE = "__DATA__"  # where the data goes in the template
+STYLES = ("parts.css", "page.css")
+SCRIPTS = ("parts.js", "page.js")
 
 
 class PassData(TypedDict):
@@ -132,13 +133,20 @@ def describe(trace: Trace) -> PageData:
 
 def html(data: PageData) -> str:
     """The HTML page. Text of the trace is data in it, never markup: "<" cannot occur in that data."""
-    template = resources.files("outpace.tracing.viewer").joinpath("page.html").read_text(encoding="utf-8")
     try:
         text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     except ValueError as error:
         raise OutpaceError(f"the trace has a number that JSON cannot represent: {error}") from error
-    before, _, after = template.partition(PLACE)
-    return before + text.replace("<", "\\u003c") + after
+    page = asset("page.html")
+    # The data goes in last: it may spell the name of a place.
+    for place, files in (("__STYLE__", STYLES), ("__SCRIPT__", SCRIPTS)):
+        page = page.replace(place, "".join(map(asset, files)))
+    return page.replace("__DATA__", text.replace("<", "\\u003c"), 1)
+
+
+def asset(name: str) -> str:
+    """Return a file of which the page is made; the server's playground has some of them too."""
+    return resources.files("outpace.tracing.viewer").joinpath(name).read_text(encoding="utf-8")
 
 
 def write(trace: Trace, path: Path) -> None:
