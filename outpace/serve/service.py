@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Literal, TypeVar
 
 from outpace.api.model import Model
-from outpace.core.sequence import Sequence
 from outpace.serve.chat.template import ChatFormat
 from outpace.serve.jobs.admission import Admission, Owner
 from outpace.serve.jobs.job import Job
-from outpace.serve.jobs.run import EngineLink, JobRun
+from outpace.serve.jobs.job_trace import JobTrace
+from outpace.serve.jobs.run import EngineLink, JobRun, PreparedJob
 from outpace.serve.served import Served
 from outpace.serve.settings import ServeSettings
 from outpace.serve.telemetry.metrics import ServerMetrics
@@ -68,16 +68,16 @@ class Service:
             raise not_ready(self.state)
         place = self.admission.take(entry.owner, samples)
         try:
-            job, seqs = await self.prepared(lambda: self._sequences(make(), entry.owner))
+            prepared = await self.prepared(lambda: self._sequences(make(), entry.owner))
             await place.wait()
-            run = JobRun(job, seqs, self.model, entry.arrived)
+            run = JobRun(prepared, self.model, entry.arrived)
             run.on_end.append(place.leave)
             run.listen(self._link)
             await self._submit(run)
         except BaseException:
             place.leave()
             raise
-        entry.job = job
+        entry.job = run.job
         return run
 
     async def prepared(self, work: Callable[[], T]) -> T:
@@ -90,10 +90,11 @@ class Service:
             text = f"preparing the request took longer than {seconds:g} s; is its grammar or schema too complex?"
             raise APIFailure(text, code="too_complex") from error
 
-    def _sequences(self, job: Job, owner: Owner) -> tuple[Job, list[Sequence]]:
+    def _sequences(self, job: Job, owner: Owner) -> PreparedJob:
         shared = None if self.settings.share_between_keys else owner
         requests = [replace(request, owner=shared) for request in job.requests]
-        return job, [self.model.sequence(request, i) for request in requests for i in range(request.n)]
+        seqs = [self.model.sequence(request, i) for request in requests for i in range(request.n)]
+        return PreparedJob(job, seqs, None if job.trace is None else JobTrace(self.model, seqs, job.trace))
 
     async def _submit(self, run: JobRun) -> None:
         """Submit a job. If the caller is cancelled meanwhile, the job is, once the engine has it."""

@@ -29,6 +29,7 @@ class ServeLimits:
     tools: int = 128
     messages: int = 4096
     max_tokens: int | None = None  # of an answer; None: what the model and the memory hold
+    traced_nodes: int = 65_536  # of the trees that the trace of a reply tells of
     stored: int = 1000  # replies of /v1/responses that are kept
     stored_bytes: int = 64 * 2**20
 
@@ -59,6 +60,7 @@ class ServeSettings:
     tool_format: str | None = None  # None: as the chat template shows
     log_prompts: bool = False
     otlp_endpoint: str | None = None  # a collector of OpenTelemetry, to which a span of each request goes
+    playground: bool = True  # whether to serve the page for people
     drain_seconds: float = 30.0  # for running requests after SIGTERM
     limits: ServeLimits = field(default_factory=ServeLimits)
 
@@ -70,6 +72,11 @@ class ServeSettings:
                 f"refusing to serve other machines on {self.host} without API keys: give --api-keys FILE, or "
                 "--open-without-keys"
             )
+
+    @property
+    def shares_text(self) -> bool:
+        """Whether drafts for one caller may repeat what another one wrote, whose key is not the same."""
+        return self.open_without_keys or (bool(self.keys) and self.share_between_keys)
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -11,8 +11,17 @@ from outpace.sampling.logprobs import Logprob
 from outpace.serve.chat.conversation import Conversation
 from outpace.serve.chat.output import TextReading
 from outpace.serve.chat.parts import Output, OutputPart
+from outpace.tracing.trace import Line
 
 PREDICTED = "prediction"  # the method that drafts from a predicted text, as draft tokens name it
+
+
+@dataclass(frozen=True)
+class TraceWish:
+    """That the stream of a job tells what each pass did."""
+
+    probs: bool  # with the target's probabilities
+    most_nodes: int  # of the trees of all passes; later passes are left out
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class Job:
     stream: bool = False
     prompts: list[str] = field(default_factory=list)  # as text, for logs that show it
     conversation: Conversation | None = None  # that it answers
+    trace: TraceWish | None = None
 
     @property
     def samples(self) -> int:
@@ -40,6 +50,7 @@ class Delta:
     logprobs: list[Logprob] | None
     finish_reason: str | None = None  # with the last one: "stop", "length" or "tool_calls"
     stop: str | None = None  # the stop string that ended it
+    trace: list[Line] = field(default_factory=list)  # of these passes, if the job asks for it
 
 
 @dataclass

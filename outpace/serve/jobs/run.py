@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
 
 from outpace.api.model import Model
 from outpace.api.stream import Chunk, Completion, Listener, Message
@@ -13,6 +14,7 @@ from outpace.sampling.logprobs import Logprob
 from outpace.serve.chat.output import OutputReader
 from outpace.serve.chat.parts import CallStart
 from outpace.serve.jobs.job import Delta, Job, JobOutcome, JobTimes, ServedAnswer, TokenUsage
+from outpace.serve.jobs.job_trace import JobTrace
 from outpace.serve.web.failures import APIFailure
 from outpace.text import TextStream
 
@@ -49,11 +51,21 @@ class Sender:
         self._link.post(self._run, message)
 
 
+class PreparedJob(NamedTuple):
+    """A job with what the engine and its readers need."""
+
+    job: Job
+    seqs: list[Sequence]
+    trace: JobTrace | None
+
+
 class JobRun:
     """A job in the engine: read its deltas as they come, then its outcome."""
 
-    def __init__(self, job: Job, seqs: list[Sequence], model: Model, arrived: float):
-        self.job, self.seqs, self.arrived = job, seqs, arrived
+    def __init__(self, prepared: PreparedJob, model: Model, arrived: float):
+        self.job, self.seqs, self.trace = prepared
+        seqs, job = self.seqs, self.job
+        self.arrived = arrived
         self.answers = [ServedAnswer() for _ in seqs]
         self.ended = False  # in the engine; there may be more to read
         self.on_end: list[Callable[[], None]] = []
@@ -68,7 +80,7 @@ class JobRun:
         """Have the events of all samples sent here."""
         sender = Sender(link, self)
         for i, seq in enumerate(self.seqs):
-            seq.listener = Listener(i, sender, None, whole=not self.job.stream)
+            seq.listener = Listener(i, sender, self.trace, whole=not self.job.stream)
 
     def receive(self, message: Message) -> None:
         """Take a message, on the event loop."""
@@ -181,12 +193,13 @@ class JobRun:
             assert done is not None, "only the last chunk of a whole answer is sent"
             text, tokens, logprobs = done.text, done.tokens, done.logprobs
         parts = reader.push(text)
+        trace = [] if self.trace is None else self.trace.take(index, len(chunks))
         if done is None:
-            return Delta(index, parts, tokens, logprobs)
+            return Delta(index, parts, tokens, logprobs, trace=trace)
         parts += reader.finish()
         called = bool(self.answers[index].output.calls) or any(isinstance(part, CallStart) for part in parts)
         reason = "tool_calls" if called and done.finish_reason == "stop" else done.finish_reason
-        return Delta(index, parts, tokens, logprobs, reason, done.stop)
+        return Delta(index, parts, tokens, logprobs, reason, done.stop, trace)
 
 
 def _joined(chunks: list[Chunk]) -> list[Logprob] | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from outpace.serve.chat.conversation import Conversation, ToolUse, call_for_template
 from outpace.serve.chat.parts import CallArguments, CallStart, ContentText, OutputPart, ReasoningText, ToolCall
-from outpace.serve.jobs.job import Delta, Job, JobOutcome, ServedAnswer
+from outpace.serve.jobs.job import Delta, Job, JobOutcome, ServedAnswer, TraceWish
 from outpace.serve.jobs.run import JobRun
 from outpace.serve.settings import ServeLimits
 from outpace.serve.surfaces.chat_fields import ChatFields, ChatMessage, NamedTool
@@ -26,7 +27,8 @@ from outpace.serve.surfaces.openai_parts import (
 from outpace.serve.surfaces.surface import EventWriter, Exchange, Surface
 from outpace.serve.telemetry.figures import request_metrics
 from outpace.serve.web.event_stream import ServerEvent
-from outpace.serve.web.failures import APIFailure
+from outpace.serve.web.failures import APIFailure, bad_field
+from outpace.tracing.trace import Line
 
 
 class ChatSurface(Surface[ChatFields]):
@@ -43,7 +45,8 @@ class ChatSurface(Surface[ChatFields]):
             "logprobs": top_logprobs(fields.top_logprobs, bool(fields.logprobs), limits),
             "prediction": "" if fields.prediction is None else text_of(fields.prediction.content, "prediction"),
         }
-        return chat_job(exchange, _conversation(fields, limits), given)
+        job = chat_job(exchange, _conversation(fields, limits), given)
+        return replace(job, trace=_trace_wish(exchange))
 
     def reply(self, exchange: Exchange[ChatFields], outcome: JobOutcome) -> dict[str, Any]:
         choices = [self._choice(exchange, i, answer) for i, answer in enumerate(outcome.answers)]
@@ -86,7 +89,8 @@ class ChatWriter(EventWriter):
 
     def begin(self) -> list[ServerEvent]:
         delta = {"role": "assistant", "content": ""}
-        return [self._chunk([_choice(i, delta)]) for i in range(len(self.run.seqs))]
+        events = [self._chunk([_choice(i, delta)]) for i in range(len(self.run.seqs))]
+        return events if self.run.trace is None else [self._chunk([], trace=self.run.trace.opening), *events]
 
     def write(self, delta: Delta) -> list[ServerEvent]:
         """One chunk holds all that has come, unless it ends the answer."""
@@ -106,7 +110,7 @@ class ChatWriter(EventWriter):
             if delta.finish_reason:
                 choice["stop_reason"] = delta.stop
             events.append(self._chunk([choice | {"logprobs": shown} | ids]))
-        return events
+        return [self._chunk([], trace=delta.trace), *events] if delta.trace else events
 
     def end(self, outcome: JobOutcome) -> list[ServerEvent]:
         if not self._usage:
@@ -117,12 +121,27 @@ class ChatWriter(EventWriter):
     def fail(self, failure: APIFailure) -> list[ServerEvent]:
         return [ServerEvent(failure.openai()), DONE]
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> ServerEvent:
+    def _chunk(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, trace: list[Line] | None = None
+    ) -> ServerEvent:
         if usage is None and self._each_usage:
             usage = {"usage": usage_of(self.run.usage)}
         elif usage is None and self._usage:
             usage = {"usage": None}
-        return ServerEvent({**head(self.exchange, "chat.completion.chunk"), "choices": choices, **(usage or {})})
+        more = (usage or {}) | ({} if trace is None else {"trace": trace})
+        return ServerEvent({**head(self.exchange, "chat.completion.chunk"), "choices": choices, **more})
+
+
+def _trace_wish(exchange: Exchange[ChatFields]) -> TraceWish | None:
+    fields, settings = exchange.fields, exchange.served.settings
+    if not fields.return_trace:
+        return None
+    if not fields.stream:
+        raise bad_field("return_trace", "only streams have a trace; send stream: true")
+    if settings.shares_text:
+        text = "this server gives no traces: their drafts would show what other callers wrote"
+        raise APIFailure(text, 403, code="trace_refused", param="return_trace")
+    return TraceWish(fields.return_trace == "probs", settings.limits.traced_nodes)
 
 
 def _choice(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:

@@ -126,6 +126,8 @@ class ChatFields(EngineFields):
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     add_generation_prompt: Literal[True] | None = True
     continue_final_message: bool | None = False
+    # Outpace's own
+    return_trace: bool | Literal["probs"] | None = False
     # Accepted from OpenAI's clients, without effect here.
     metadata: Any = None
     modalities: list[Literal["text"]] | None = None
