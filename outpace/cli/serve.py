@@ -6,7 +6,7 @@ import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,9 @@ from outpace.cli.flags import (
 )
 from outpace.errors import OutpaceError, UsageError
 from outpace.sampling.settings import Sampling
+
+if TYPE_CHECKING:
+    from outpace.serve.settings import ServeSettings
 
 LOCAL, PORT = "127.0.0.1", 8000
 Names = Annotated[
@@ -57,6 +60,7 @@ Drain = Annotated[float, typer.Option("--drain-seconds", help="Seconds for runni
 ToolFormatName = Annotated[
     str | None, typer.Option("--tool-format", help="How the model writes tool calls; default: as its template shows.")
 ]
+NoPlayground = Annotated[bool, typer.Option("--no-playground", help="Serve the APIs without the page at /.")]
 LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts and answers to the log and to spans.")]
 OtlpEndpoint = Annotated[
     str | None, typer.Option(help="URL of an OpenTelemetry collector (OTLP over HTTP); it gets a span of each request.")
@@ -86,6 +90,7 @@ def serve(
     timeout: Seconds = 600.0,
     drain_seconds: Drain = 30.0,
     tool_format: ToolFormatName = None,
+    no_playground: NoPlayground = False,
     log_prompts: LogPrompts = False,
     otlp_endpoint: OtlpEndpoint = None,
     dtype: Dtype = None,
@@ -118,7 +123,8 @@ def serve(
         "keys": keys.load(api_keys), "open_without_keys": open_without_keys, "allowed_hosts": tuple(allowed_host),
         "cors_origins": tuple(cors_origin), "method": method, "options": options, "policy": policy,
         "sampling": sampling, "share_between_keys": share_between_keys, "tool_format": tool_format,
-        "log_prompts": log_prompts, "otlp_endpoint": otlp_endpoint, "drain_seconds": drain_seconds,
+        "playground": not no_playground, "log_prompts": log_prompts, "otlp_endpoint": otlp_endpoint,
+        "drain_seconds": drain_seconds,
         "limits": ServeLimits(seconds=timeout, waiting=max_waiting, max_tokens=max_tokens),
     }  # fmt: skip
     ServeSettings(**given)  # refuses what cannot be, before anything is loaded
@@ -128,10 +134,18 @@ def serve(
         lm.max_batch = max_batch
     from outpace.serve.launch import serve as run
 
-    if stderr.is_terminal:  # otherwise whoever reads the log expects JSON
-        told = f"serving {given['names'][0]} on http://{host}:{port}/v1, method {method}; Ctrl-C stops"
-        stderr.print(f"[dim]{told}[/]", highlight=False, soft_wrap=True)
-    run(lm, ServeSettings(**given, draft=drafting))
+    serving = ServeSettings(**given, draft=drafting)
+    run(lm, serving, lambda taken: _tell(serving, taken))
+
+
+def _tell(settings: ServeSettings, port: int) -> None:
+    if not stderr.is_terminal:
+        return  # whoever reads the log expects JSON
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"http://{host}:{port}/"
+    page = f", playground on {address}" if settings.playground else ""
+    told = f"serving {settings.names[0]} on {address}v1{page}, method {settings.method}; Ctrl-C stops"
+    stderr.print(f"[dim]{told}[/]", highlight=False, soft_wrap=True)
 
 
 def _check_collector(url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from socket import socket
 from types import FrameType
 
@@ -22,6 +23,12 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
         self.service = service
+        self.on_start: Callable[[int], None] | None = None  # called with the port that the server listens on
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self.on_start is not None:
+            self.on_start(self.servers[0].sockets[0].getsockname()[1])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.state = "draining"
@@ -51,6 +58,8 @@ def server_of(model: Model, settings: ServeSettings) -> DrainingServer:
     return DrainingServer(config, service)
 
 
-def serve(model: Model, settings: ServeSettings) -> None:
-    """Serve until a signal stops it."""
-    server_of(model, settings).run()
+def serve(model: Model, settings: ServeSettings, on_start: Callable[[int], None]) -> None:
+    """Serve until a signal stops it; `on_start` is called with the port."""
+    server = server_of(model, settings)
+    server.on_start = on_start
+    server.run()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from outpace.registry import catalogue
+from outpace.registry.catalogue import CatalogueEntry
 from outpace.serve.chat.conversation import OutputRule
 from outpace.serve.served import Served
 from outpace.serve.settings import ServeLimits
@@ -129,13 +130,19 @@ def speculation(asked: SpeculationFields | str | Literal[False] | None, served: 
         raise bad_field("speculation", f"a request may choose {known}; not {wish.method!r}")
     entry = catalogue.entry("method", wish.method)
     for name, value in wish.options.items():
-        usual = entry.options.get(name)
-        most = max(MOST_OPTION, usual) if isinstance(usual, int | float) else MOST_OPTION
+        most = largest_option(entry, name)
         if value is not None and value > most:
             raise bad_field("speculation", f"{name}={value} of a request must be at most {most}")
     catalogue.check("method", wish.method, wish.options, provided=["draft"])
     takes_draft = settings.draft is not None and "draft" in entry.options
     return {"method": wish.method, **({"draft": settings.draft} if takes_draft else {}), **wish.options}
+
+
+def largest_option(entry: CatalogueEntry, name: str) -> float:
+    """Return the largest value that a request may give to an option of a method."""
+    usual = entry.options.get(name)
+    most = max(MOST_OPTION, usual) if isinstance(usual, int | float) else MOST_OPTION
+    return min(most, entry.most.get(name, most))
 
 
 def structured_rule(given: StructuredFields | None, limits: ServeLimits) -> OutputRule | None:

@@ -16,16 +16,17 @@ from outpace.serve.web.failures import APIFailure
 from outpace.serve.web.keys import ApiKeys
 from outpace.serve.web.replies import refusal
 
-OPEN_PATHS = ("/health",)  # no key is needed for these
+OPEN_PATHS = frozenset({"/health"})  # no key is needed for these
 OTHER = "other"  # paths that no route has, as metrics count them
 
 
 class AccessGuard:
     """ASGI middleware: host names, API keys, the number of requests inside, the size of bodies."""
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings, count: Callable[[str, int], None]):
+    def __init__(self, app: ASGIApp, settings: ServeSettings, count: Callable[[str, int], None], pages: frozenset[str]):
         self.app, self.settings, self.count = app, settings, count
         self.keys = ApiKeys(settings.keys)
+        self.open = OPEN_PATHS | pages
         self.inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +63,7 @@ class AccessGuard:
             raise APIFailure(
                 f"the host {host!r} is not allowed; serve with --allowed-host", 403, code="host_not_allowed"
             )
-        if self.keys and scope["path"] not in OPEN_PATHS:
+        if self.keys and scope["path"] not in self.open:
             scope["owner"] = self._owner(headers)
 
     def _owner(self, headers: Headers) -> str:

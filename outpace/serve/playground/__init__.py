@@ -1,0 +1,1 @@
+"""The playground: a page that chats with the server and shows who proposed each token."""
