@@ -231,18 +231,6 @@ def test_a_trace_without_requests_and_a_request_without_passes(tmp_path: Path) -
 # In a browser.
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no chromium on this machine")
-    with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
 @pytest.fixture
 def tab(browser: Any) -> Iterator[Any]:
     """A page that fails the test when a script fails or when anything but a local file is asked for."""

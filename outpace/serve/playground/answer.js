@@ -27,7 +27,7 @@ export class AnswerView {
     this.tokens.hidden = true;
     this.tail = make("span", "tail"); // text without tokens
     const head = make("div", "line head"), answer = make("div", "answer");
-    head.append(make("h4", "", title), this.rate);
+    head.append(make("h3", "", title), this.rate);
     answer.append(this.tokens, this.tail);
     this.element.append(head, this.spoken, answer, this.legend);
     this.listen(pane);
@@ -76,7 +76,7 @@ export class AnswerView {
   }
 
   showFigures() {
-    const count = this.trace.tokens.length;
+    const count = this.trace.tokens;
     if (!count) return;
     const rate = this.perSecond;
     this.rate.textContent = [

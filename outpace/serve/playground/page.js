@@ -54,7 +54,7 @@ class Turn {
     this.element.setAttribute("aria-label", `Turn ${number}`);
     this.columns = make("div", "columns");
     const seed = make("p", "small muted", `seed ${body.seed}`);
-    this.element.append(make("h3", "", "You"), make("p", "said", said), make("h3", "", "Answer"), this.columns, seed);
+    this.element.append(make("h2", "", "You"), make("p", "said", said), make("h2", "", "Answer"), this.columns, seed);
     $("empty").hidden = true;
     $("log").append(this.element);
   }
@@ -98,9 +98,11 @@ async function send() {
   if (!said.trim() || state.running || !controls.server || !controls.valid) return;
   $("message").value = "";
   const stopper = new AbortController();
+  $("message").focus();
   running(stopper);
   const turn = new Turn(said, controls.body([...state.turns.flatMap((each) => each.messages), { role: "user", content: said }]));
   state.turns.push(turn);
+  follow();
   // One after the other: at the same time they would share passes, and neither would have its own speed.
   const compares = controls.compares, whole = await answer(turn, controls.method, turn.body, stopper.signal);
   if (whole && compares) {
@@ -110,8 +112,7 @@ async function send() {
   running(null);
   if (!state.turns.includes(turn)) return; // cleared meanwhile
   tell(turn.verdict || turn.views.map((view) => (view.error ? `Ended: ${view.error}.` : `Done: ${view.rate.textContent}.`)).join(" "));
-  follow();
-  $("message").focus();
+  if (atEnd()) follow();
 }
 
 // Runs a request to its end; returns whether the answer is whole.
@@ -135,6 +136,7 @@ async function answer(turn, method, body, signal) {
 
 function running(stopper) {
   state.running = stopper;
+  if (document.activeElement === $("stop-answer")) $("message").focus(); // a button that is disabled loses the focus
   $("send").disabled = stopper !== null;
   $("stop-answer").disabled = stopper === null;
   $("log").setAttribute("aria-busy", stopper !== null);

@@ -20,7 +20,8 @@ function numbered(known, text) {
 // The trace of one answer. `lines` holds what has come, for export.
 export class AnswerTrace {
   constructor(words) {
-    Object.assign(this, { words, lines: [], passes: [], cut: false });
+    Object.assign(this, { words, lines: [], passes: [], cut: false, tokens: 0, own: 0 });
+    this.uses = new Map(); // source -> its draft tokens
   }
 
   // Takes further lines; returns the passes among them.
@@ -29,35 +30,35 @@ export class AnswerTrace {
     for (const line of lines) {
       this.lines.push(line);
       if (line.type === "pieces") Object.assign(this.words.pieces, line.pieces);
-      if (line.type === "pass") this.passes.push(drawn(line, this.words));
+      if (line.type === "pass") this.add(drawn(line, this.words));
       if (line.type === "cut") this.cut = true;
     }
     return this.passes.slice(before);
   }
 
-  get tokens() { return this.passes.flatMap((pass) => pass.committed); }
+  add(pass) {
+    this.passes.push(pass);
+    this.tokens += pass.committed.length;
+    for (const source of pass.by.slice(1)) this.use(source).drafted += 1;
+    for (const source of pass.sources) {
+      if (source === parts.TARGET) this.own += 1;
+      else this.use(source).accepted += 1;
+    }
+  }
+  use(source) {
+    if (!this.uses.has(source)) this.uses.set(source, { source, drafted: 0, accepted: 0 });
+    return this.uses.get(source);
+  }
 
   // Tokens a second, by the server's clock and without the first pass, which reads the prompt.
   get rate() {
     const [first] = this.passes, last = this.passes.at(-1);
-    return this.passes.length < 2 ? null : (this.tokens.length - first.committed.length) / (last.at - first.at);
+    return this.passes.length < 2 ? null : (this.tokens - first.committed.length) / (last.at - first.at);
   }
-  get perPass() { return this.tokens.length / this.passes.length; }
+  get perPass() { return this.tokens / this.passes.length; }
 
   // The draft tokens of each source, and how many of them were accepted.
-  get proposers() {
-    const found = new Map();
-    const add = (source, drafted, accepted) => {
-      const sums = found.get(source) ?? { source, drafted: 0, accepted: 0 };
-      found.set(source, { source, drafted: sums.drafted + drafted, accepted: sums.accepted + accepted });
-    };
-    for (const pass of this.passes) {
-      pass.by.slice(1).forEach((source) => add(source, 1, 0));
-      pass.sources.filter((source) => source !== parts.TARGET).forEach((source) => add(source, 0, 1));
-    }
-    return [...found.values()].sort((a, b) => a.source - b.source);
-  }
-  get own() { return this.passes.flatMap((pass) => pass.sources).filter((source) => source === parts.TARGET).length; }
+  get proposers() { return [...this.uses.values()].sort((a, b) => a.source - b.source); }
 }
 
 // A pass as the viewer's page gets it from Python (outpace/tracing/viewer/page.py); a test compares the two.
