@@ -22,6 +22,7 @@ from outpace.cli.display import methods_markdown
 from outpace.core.lm import LM
 from outpace.serve.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from outpace.testing import ByteTokenizer, ToyLM
+from outpace.tracing.trace import read
 from tests import test_lossless
 from tests.serving import live
 from tests.tiny_tokenizers import random_model
@@ -106,6 +107,15 @@ def test_the_examples_of_serve_run() -> None:
     assert all(f"`{route}`" in text for route in routes - {"/v1/models/{name}"})
     for metric in (*COUNTERS, *GAUGES, *HISTOGRAMS):
         assert f"`{metric}`" in text, metric
+
+
+def test_the_example_of_the_playground_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (source,) = blocks("docs/guide/playground.md")
+    monkeypatch.chdir(tmp_path)
+    with live(random_model("tiktoken"), names=("smollm2-135m-instruct",)) as server:
+        exec(source.replace("http://localhost:8000", server.url), {})
+    (request,) = read("out.jsonl").requests
+    assert len(request.tokens) == 20 and request.sampling["seed"] == 7
 
 
 def script(name: str) -> dict[str, Any]:

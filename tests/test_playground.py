@@ -19,7 +19,7 @@ from outpace.tracing.trace import Trace, read
 from outpace.tracing.viewer import page as viewer
 from tests.serving import PATIENCE, TURNS, Live, live, scripted, until
 
-REPLY = "the quick brown fox, the quick red fox, the slow brown dog, the quick brown dog and the slow red fox. " * 2
+REPLY = "the quick brown fox, the quick red fox, the slow brown dog, the quick brown dog and the slow red fox. "
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"></script><b>&lt;"
 AXE = os.environ.get("OUTPACE_AXE", "")
 NAME = "page"
@@ -191,7 +191,7 @@ def test_the_tree_of_a_pass_on_hover_and_focus(tab: Any, tmp_path: Path) -> None
     say(tab, "Hello", "recycling")
     passes = traced(tab, tmp_path).requests[0].passes
     number, record = next((i, p) for i, p in enumerate(passes) if len(p.path) > 1 and len(p.tokens) > len(p.path))
-    assert not tab.locator("#pass-box").is_visible()
+    assert tab.inner_text("#pass-name") == "No pass"
     tab.locator(".pass").nth(number).locator(".token").first.hover()
     assert tab.inner_text("#pass-name") == f"Pass {number + 1} of {len(passes)}"
     assert tab.locator("#tree tr").count() == len(record.tokens)
@@ -331,7 +331,7 @@ def test_everything_can_be_done_with_the_keyboard(tab: Any) -> None:
     tab.keyboard.press("Escape")
     assert tab.get_attribute("#pin", "aria-pressed") == "false"
     tab.keyboard.press("Escape")
-    assert not tab.locator("#pass-box").is_visible()
+    assert tab.inner_text("#pass-name") == "No pass"
     seen = []
     tab.focus("#method")
     while len(seen) < 20 and (not seen or seen[-1] != "save-trace"):
@@ -382,6 +382,7 @@ def test_a_narrow_page_scrolls_one_way(tab: Any) -> None:
     tab.click("#more summary")
     assert tab.evaluate("document.documentElement.scrollWidth") <= 360
     tab.get_by_role("button", name="close").click()
+    assert not tab.locator("#pass-box").is_visible()
     tab.click("#send", trial=True)
 
 

@@ -49,6 +49,7 @@ export class Controls {
     $("chosen").textContent = given.length ? given.map((field) => field.dataset.option ?? field.name).join(", ") : "the server's defaults";
   }
 
+  get remembers() { return this.server.methods[$("method").value].remembers; }
   get off() { return $("method").value === OFF; }
   get compares() { return $("compare").checked && !this.off; }
   get method() { return this.off ? "off" : $("method").value; }

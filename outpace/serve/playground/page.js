@@ -35,10 +35,11 @@ function makePane(server) {
   state.pane = new parts.PassView($("pass-box"), state.words);
   state.pane.before.addEventListener("click", () => goPass(-1));
   state.pane.after.addEventListener("click", () => goPass(1));
-  const close = make("button", "", "close");
+  const close = make("button", "close", "close");
   close.type = "button";
   close.addEventListener("click", hidePass);
   state.pane.pinner.after(close);
+  hidePass();
 }
 function askForKey(why) {
   $("key-row").hidden = false;
@@ -48,7 +49,7 @@ function askForKey(why) {
 
 class Turn {
   constructor(said, body) {
-    Object.assign(this, { said, body, views: [], verdict: "" });
+    Object.assign(this, { said, body, views: [], verdict: "", remembers: controls.remembers });
     const number = state.turns.length + 1;
     this.element = make("article", "exchange");
     this.element.setAttribute("aria-label", `Turn ${number}`);
@@ -70,12 +71,17 @@ class Turn {
     this.columns.append(view.element);
     return view;
   }
+  get speed() {
+    const [on, off] = this.views.map((view) => view.perSecond);
+    if (!on || !off) return "";
+    const again = this.remembers ? " Its method remembers answers, so a question is faster the second time." : "";
+    return ` With speculation: ${(on / off).toFixed(2)} times as fast, in one run.${again}`;
+  }
   // Compares the texts of the two answers.
   compare() {
     const [first, second] = this.views, at = parting(first.content, second.content);
     if (at === null) {
-      const faster = first.perSecond && second.perSecond ? ` With speculation: ${(first.perSecond / second.perSecond).toFixed(2)} times as fast.` : "";
-      this.verdict = `Equal: both texts are the same ${parts.plural(first.content.length, "character")}.${faster}`;
+      this.verdict = `Equal: both texts are the same ${parts.plural(first.content.length, "character")}.${this.speed}`;
     } else {
       const [a, b] = [first, second].map((view) => view.content.slice(Math.max(0, at - CONTEXT), at + CONTEXT));
       this.verdict = `The texts part at character ${at + 1}: “${a}” against “${b}”.`;
@@ -155,7 +161,7 @@ function follow() { scroller().scrollTop = scroller().scrollHeight; }
 function choose(view, number, index) {
   if (state.chosen && state.chosen.view !== view) state.chosen.view.leave();
   state.chosen = { view, number };
-  $("pass-box").hidden = false;
+  $("pass-box").classList.remove("empty");
   state.pane.show(view.trace.passes[number], number, view.trace.passes.length, index);
 }
 function goPass(step) {
@@ -164,10 +170,11 @@ function goPass(step) {
 }
 
 function hidePass() {
-  state.pane?.pin(false);
   state.chosen?.view.leave();
   state.chosen = null;
-  $("pass-box").hidden = true;
+  state.pane?.pin(false);
+  state.pane?.clear();
+  $("pass-box").classList.add("empty");
 }
 
 function clear() {

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
+from outpace import registry
 from outpace.registry import catalogue
 from outpace.sampling.settings import Sampling
 from outpace.serve.served import Served
@@ -87,4 +88,4 @@ def _method(name: str) -> dict[str, Any]:
         for option, usual in entry.options.items()
         if entry.types[option] in NUMBERS
     ]
-    return {"about": entry.about, "options": options}
+    return {"about": entry.about, "options": options, "remembers": bool(registry.find(name).remembers)}

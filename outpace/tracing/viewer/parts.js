@@ -134,6 +134,7 @@ const parts = (() => {
     }
     clear() {
       this.name.textContent = "No pass";
+      this.before.disabled = this.after.disabled = true;
       this.facts.textContent = "";
       this.times.replaceChildren();
       this.tree.replaceChildren();
