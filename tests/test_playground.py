@@ -407,11 +407,16 @@ def test_a_key_stays_in_the_tab(browser: Any, locked: Live) -> None:
     tab.close()
 
 
-def test_without_traces_the_page_still_chats(browser: Any, model: Model) -> None:
+def test_without_traces_the_page_still_chats_and_errors_are_told(browser: Any, model: Model) -> None:
     with live(model, open_without_keys=True) as server:
         tab = browser.new_page()
         opened(tab, server)
         assert "gives no traces" in tab.inner_text("#status")
         say(tab, "Hello")
         assert tab.text_content(".answer") == REPLY and tab.locator(".token").count() == 0
+        say(tab, "long " * 5000)
+        assert "Ended: the prompt has" in tab.inner_text("#status") and "at most 4096" in tab.inner_text(".error")
+        tab.route("**/v1/chat/completions", lambda route: route.abort())
+        say(tab, "Hello")
+        assert tab.inner_text("#status") == "Ended: the connection to the server broke off."
         tab.close()

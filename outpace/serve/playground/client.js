@@ -14,9 +14,18 @@ export class ServerError extends Error {
   }
 }
 
+// Says in words that a connection failed; browsers have words of their own for it.
+async function connected(work) {
+  try {
+    return await work;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ServerError(0, "the connection to the server broke off");
+  }
+}
+
 async function ask(path, options = {}) {
   const headers = { "Content-Type": "application/json", ...(key.get() ? { Authorization: `Bearer ${key.get()}` } : {}) };
-  const reply = await fetch(path, { ...options, headers });
+  const reply = await connected(fetch(path, { ...options, headers }));
   if (reply.ok) return reply;
   const said = await reply.json().catch(() => null);
   throw new ServerError(reply.status, said?.error?.message ?? `the server answers ${reply.status}`);
@@ -32,7 +41,7 @@ export async function* chat(body, signal) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await connected(reader.read());
     if (done) throw new ServerError(0, "the server closed the connection");
     const events = (text + value).split("\n\n");
     text = events.pop();

@@ -16,6 +16,7 @@ from outpace.registry import catalogue
 from outpace.sampling.settings import Sampling
 from outpace.serve.served import Served
 from outpace.serve.surfaces.engine_fields import REQUESTABLE, largest_option
+from outpace.serve.surfaces.info import prepared
 from outpace.serve.web.replies import JSONReply
 from outpace.tracing.viewer.page import PHASES, asset
 
@@ -48,7 +49,7 @@ def playground() -> APIRouter:
 
     @router.get(SETTINGS)
     async def settings(http: HTTPRequest) -> Response:
-        return JSONReply(page_settings(http.app.state.service.served))
+        return JSONReply(await prepared(http, lambda: page_settings(http.app.state.service.served)))
 
     return router
 
