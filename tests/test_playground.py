@@ -17,7 +17,7 @@ from outpace.serve.playground.pages import FILES
 from outpace.text import first_difference
 from outpace.tracing.trace import Trace, read
 from outpace.tracing.viewer import page as viewer
-from tests.serving import PATIENCE, TURNS, Live, live, scripted, until
+from tests.serving import PATIENCE, THINKING, TURNS, Live, live, scripted, until
 
 REPLY = "the quick brown fox, the quick red fox, the slow brown dog, the quick brown dog and the slow red fox. "
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"></script><b>&lt;"
@@ -391,6 +391,20 @@ def test_hostile_text_is_text(tab: Any) -> None:
     assert tab.inner_text(".said") == f"hostile {HOSTILE}" and tab.text_content(".answer") == HOSTILE
     tab.locator(".token").first.click()
     assert tab.locator("img, b").count() == 0 and tab.title() == f"{NAME} – Outpace playground"
+
+
+def test_reasoning_is_shown_with_its_marks_and_is_no_part_of_the_conversation(browser: Any) -> None:
+    with live(scripted(TURNS + THINKING, lambda prompt: "A riddle?\n</think>\nThe sea.")) as server:
+        tab = browser.new_page()
+        opened(tab, server)
+        tab.check("#compare")
+        say(tab, "Hello")
+        assert "Equal" in tab.inner_text("#status")
+        assert tab.text_content(".answer >> nth=0").endswith("A riddle?\n</think>\nThe sea.")
+        with tab.expect_request("**/v1/chat/completions") as asked:
+            say(tab, "And?")
+        assert [m["content"] for m in asked.value.post_data_json["messages"]] == ["Hello", "The sea.", "And?"]
+        tab.close()
 
 
 def test_a_key_stays_in_the_tab(browser: Any, locked: Live) -> None:

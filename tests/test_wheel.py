@@ -17,8 +17,8 @@ from outpace.storage import weights
 ROOT = Path(__file__).parent.parent
 LARGEST = 3_000_000  # bytes
 READ = {
-    "catalogue.json", "py.typed", "page.html", "page.css", "page.js", "parts.css", "parts.js", "controls.js", "report.html",
-    "prompts.jsonl", "few_rows.cpp", "weights.json",
+    "catalogue.json", "py.typed", "page.html", "page.css", "page.js", "parts.css", "parts.js", "controls.js",
+    "report.html", "prompts.jsonl", "few_rows.cpp", "weights.json",
 }  # fmt: skip
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 

@@ -75,8 +75,8 @@ class ServeSettings:
 
     @property
     def shares_text(self) -> bool:
-        """Whether drafts for one caller may repeat what another one wrote, whose key is not the same."""
-        return self.open_without_keys or (bool(self.keys) and self.share_between_keys)
+        """Whether drafts for one caller may repeat what a stranger wrote."""
+        return self.share_between_keys if self.keys else self.open_without_keys
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ class JobTrace:
         self._events: list[deque[list[Line]]] = [deque() for _ in seqs]
         self._places = {seq.id: i for i, seq in enumerate(seqs)}
         for seq in seqs:
-            seq.watched = wish.probs
+            seq.watched = wish.probs  # then its scores are kept until they are read
 
     def event(self, event: Event) -> None:
         """Record an event, on the engine's thread."""

@@ -64,13 +64,12 @@ class JobRun:
 
     def __init__(self, prepared: PreparedJob, model: Model, arrived: float):
         self.job, self.seqs, self.trace = prepared
-        seqs, job = self.seqs, self.job
         self.arrived = arrived
-        self.answers = [ServedAnswer() for _ in seqs]
+        self.answers = [ServedAnswer() for _ in self.seqs]
         self.ended = False  # in the engine; there may be more to read
         self.on_end: list[Callable[[], None]] = []
         self._model = model
-        self._readers = [OutputReader(job.reading) for _ in seqs]
+        self._readers = [OutputReader(self.job.reading) for _ in self.seqs]
         self._completions: dict[int, Completion] = {}
         self._mail: list[Chunk] = []
         self._failure: Exception | None = None

@@ -69,9 +69,11 @@ export class AnswerView {
     }
   }
 
+  get said() { return this.reasoning + this.content; }
+
   // Shows what no token shows: all of it without a trace, else what came after its end.
   showTail() {
-    const said = this.raw ? this.content : this.reasoning + this.content;
+    const said = this.raw ? this.content : this.said;
     this.tail.textContent = said.startsWith(this.raw) ? said.slice(this.raw.length) : "";
   }
 
@@ -112,8 +114,9 @@ export class AnswerView {
     if (this.raw.startsWith(this.content)) this.raw = this.content;
   }
 
-  // Marks the token that holds a character of the content.
+  // Marks the token that holds a character; tokens have marks around reasoning, too, so there it finds none.
   mark(character) {
+    if (this.reasoning) return;
     let end = 0;
     const span = this.spans.find((each) => (end += each.textContent.length) > character);
     span?.classList.add("parting");

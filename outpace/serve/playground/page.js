@@ -79,11 +79,11 @@ class Turn {
   }
   // Compares the texts of the two answers.
   compare() {
-    const [first, second] = this.views, at = parting(first.content, second.content);
+    const [first, second] = this.views.map((view) => view.said), at = parting(first, second);
     if (at === null) {
-      this.verdict = `Equal: both texts are the same ${parts.plural(first.content.length, "character")}.${this.speed}`;
+      this.verdict = `Equal: both texts are the same ${parts.plural(first.length, "character")}.${this.speed}`;
     } else {
-      const [a, b] = [first, second].map((view) => view.content.slice(Math.max(0, at - CONTEXT), at + CONTEXT));
+      const [a, b] = [first, second].map((text) => text.slice(Math.max(0, at - CONTEXT), at + CONTEXT));
       this.verdict = `The texts part at character ${at + 1}: “${a}” against “${b}”.`;
       for (const view of this.views) view.mark(at);
     }
@@ -170,6 +170,7 @@ function goPass(step) {
 }
 
 function hidePass() {
+  if ($("pass-box").contains(document.activeElement)) $("message").focus(); // what is hidden loses the focus
   state.chosen?.view.leave();
   state.chosen = null;
   state.pane?.pin(false);

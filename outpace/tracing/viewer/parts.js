@@ -134,7 +134,7 @@ const parts = (() => {
     }
     clear() {
       this.name.textContent = "No pass";
-      this.before.disabled = this.after.disabled = true;
+      this.before.disabled = this.after.disabled = this.pinner.disabled = true;
       this.facts.textContent = "";
       this.times.replaceChildren();
       this.tree.replaceChildren();
@@ -144,6 +144,7 @@ const parts = (() => {
       this.name.textContent = `Pass ${number + 1} of ${count}`;
       this.before.disabled = number === 0;
       this.after.disabled = number + 1 === count;
+      this.pinner.disabled = false;
       this.facts.textContent = [
         `${plural(pass.committed.length, "token")} committed`, `${pass.accepted} of ${pass.tokens.length - 1} draft tokens accepted`,
         pass.rows === 1 ? "not shared with other requests" : `shared by ${pass.rows} requests`, `ended at ${pass.at.toFixed(3)} s`,
