@@ -54,6 +54,7 @@ RUNTIMES = [
     "compiled",
     "head_lm",
     "adapt",
+    "tensor_parallel",
     "gguf",
 ]
 WITHOUT_TRANSFORMERS = ["core", "sampling", "verifiers", "policies", "threads", "storage", "registry", "testing"]

@@ -27,6 +27,7 @@ def load(
     compile: bool | None = None,
     quantize: str | None = None,
     adapter: str | Path | None = None,
+    tensor_parallel: int | None = None,
 ) -> Model:
     """Load a model by demo name, folder, hub id or GGUF file; code from a checkpoint is never run.
 
@@ -37,9 +38,11 @@ def load(
     bitwise unless `bitwise=False` lets llama.cpp reorder weights (docs/guide/gguf.md). `compile=False` runs the layers
     uncompiled; by default the layers of a large model are compiled (docs/internals/speed.md). `quantize="int8"` stores
     the weights of linear layers as int8: there is less to read, but the model changes slightly. `adapter` is the folder
-    or hub id of a LoRA adapter, which needs `outpace[peft]` (docs/guide/checkpoints.md).
+    or hub id of a LoRA adapter, which needs `outpace[peft]` (docs/guide/checkpoints.md). `tensor_parallel=N` shares the
+    model among N processes that torchrun has started; `load` returns in the first of them, and the others serve it
+    until it ends (docs/guide/tensor-parallel.md).
     """
-    options = LoadOptions(dtype, device, kv_cache_bytes, bitwise, compile, quantize, adapter)
+    options = LoadOptions(dtype, device, kv_cache_bytes, bitwise, compile, quantize, adapter, tensor_parallel)
     model: Model = registry.loader(str(name))(str(name), options)
     return model
 
@@ -59,14 +62,14 @@ def wrap(
 
     model = base_of(model)
     made = Model(
-        adapt(model, kv_cache_bytes, bitwise, compile), tokenizer, _stop_token_ids(model, tokenizer),
+        adapt(model, kv_cache_bytes, bitwise, compile), tokenizer, stop_token_ids(model, tokenizer),
         name or type(model).__name__,
     )  # fmt: skip
     made.checks.append(AdapterState(model).check)
     return made
 
 
-def _stop_token_ids(model: Any, tokenizer: Any) -> set[int]:
+def stop_token_ids(model: Any, tokenizer: Any) -> set[int]:
     found: set[int] = set()
     for source in (getattr(model, "generation_config", None), tokenizer):
         ids = getattr(source, "eos_token_id", None)

@@ -20,6 +20,8 @@ def load(name: str, options: LoadOptions) -> Model:
         raise UsageError(
             "a GGUF file is run as it is: dtype, quantize, compile, adapter and training are for Transformers models"
         )
+    if options.tensor_parallel not in (None, 1):
+        raise UsageError("a GGUF file runs in one process: tensor_parallel is for Transformers models")
     path = demo_weights.gguf(name) if name.removesuffix(".gguf") in demo_weights.DEMO_MODELS else Path(name)
     offload = None if options.device is None else not str(options.device).startswith("cpu")
     bitwise = options.bitwise is not False

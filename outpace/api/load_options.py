@@ -22,3 +22,4 @@ class LoadOptions:
     compile: bool | None = None
     quantize: str | None = None
     adapter: str | Path | None = None
+    tensor_parallel: int | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ from outpace.models import adapters
 
 
 def load(name: str, options: LoadOptions) -> Model:
+    if options.tensor_parallel is not None and options.tensor_parallel != 1:
+        from outpace.api import load_tensor_parallel
+
+        return load_tensor_parallel.load(name, options)
     if options.adapter is not None and options.quantize is not None:
         raise UsageError("an adapter cannot be put on int8 weights: leave quantize out, or merge the adapter with PEFT")
     device = options.device if options.device is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,20 +41,27 @@ def _read(name: str, options: LoadOptions, device: torch.device) -> tuple[Any, A
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source = demo_weights.fetch(name) if name in demo_weights.DEMO_MODELS else name
-    try:
+    with explained(name):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        if (kind := _quantization(config)) is not None:
+        if (kind := quantization(config)) is not None:
             if options.quantize is not None:
                 raise UsageError(f"{name!r} is quantised already ({kind}): leave quantize out")
             # Such weights keep the dtype that they were quantised for, and are read to where they run.
-            dtype = _dtype(options.dtype or "auto", device)
+            dtype = dtype_of(options.dtype or "auto", device)
             model = AutoModelForCausalLM.from_pretrained(
                 source, dtype=dtype, device_map={"": device}, trust_remote_code=False
             )
         else:
-            dtype = _dtype(options.dtype, device)
+            dtype = dtype_of(options.dtype, device)
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=False).to(device)
         return model, AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Explain the errors of reading this checkpoint."""
+    try:
+        yield
     except ImportError as error:  # of the package that has quantised it
         raise OutpaceError(f"cannot load {name!r}: {error}") from error
     except UsageError:
@@ -60,7 +73,7 @@ def _read(name: str, options: LoadOptions, device: torch.device) -> tuple[Any, A
         ) from error
 
 
-def _quantization(config: Any) -> str | None:
+def quantization(config: Any) -> str | None:
     """Return the method by which a checkpoint was quantised, or None."""
     found = getattr(config, "quantization_config", None)
     if found is None:
@@ -69,7 +82,7 @@ def _quantization(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def _dtype(given: str | torch.dtype | None, device: torch.device) -> Any:
+def dtype_of(given: str | torch.dtype | None, device: torch.device) -> Any:
     if given is None:
         return torch.float32 if device.type == "cpu" else "auto"
     if isinstance(given, torch.dtype) or given == "auto":

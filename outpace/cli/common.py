@@ -16,7 +16,8 @@ from rich.markup import escape
 
 from outpace.api import demo_weights
 from outpace.cli import checks
-from outpace.errors import OutpaceError, UsageError
+from outpace.errors import OutpaceError, UnsupportedModel, UsageError
+from outpace.models.tensor_parallel import torchrun
 from outpace.version import __version__
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from outpace.tracing.trace import TraceWriter
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-stderr = Console(stderr=True)
+stderr = Console(stderr=True, quiet=torchrun.rank() > 0)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 INTERRUPTED = 130
 MIN_REPORTED_SECONDS = 3.0  # seconds; shorter compilations are not reported
@@ -41,12 +42,37 @@ def reports_errors(command: Command) -> Command:
         try:
             command(*args, **kwargs)
         except OutpaceError as error:
-            # Escaped, because rich would drop the brackets of "pip install 'outpace[shelf]'".
-            stderr.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            _report(error)
             raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
         except KeyboardInterrupt:
             stderr.print("interrupted")
             raise typer.Exit(INTERRUPTED) from None
+
+    return run  # type: ignore[return-value]
+
+
+def _report(error: OutpaceError) -> None:
+    """Print an error. The processes of a tensor-parallel model say what the first of them does not know."""
+    rank = torchrun.rank()
+    if rank and isinstance(error, UsageError | UnsupportedModel):
+        return
+    who = f"process {rank}: " if rank else ""
+    # Escaped, because rich would drop the brackets of "pip install 'outpace[shelf]'".
+    Console(stderr=True).print(f"[red]error:[/] {who}{escape(str(error))}", highlight=False, soft_wrap=True)
+
+
+def shares_model(command: Command) -> Command:
+    """Let several processes run a command: those that torchrun has started, or as many as the user asks for."""
+
+    @wraps(command)
+    def run(*args: Any, tensor_parallel: int | None = None, **kwargs: Any) -> None:
+        there = torchrun.size()
+        if there == 1 and tensor_parallel is not None and tensor_parallel > 1:
+            from outpace.cli.processes import start
+
+            start(tensor_parallel)
+        else:
+            command(*args, tensor_parallel=tensor_parallel or there, **kwargs)
 
     return run  # type: ignore[return-value]
 
@@ -90,6 +116,7 @@ class Loading(NamedTuple):
     quantize: str | None = None
     quantize_draft: str | None = None
     adapter: str | None = None
+    tensor_parallel: int | None = None
 
     def check(self, model: str, draft: str | None = None) -> None:
         """Refuse invalid values before anything is imported or loaded."""
@@ -110,9 +137,9 @@ class Loading(NamedTuple):
 
     @property
     def draft(self) -> Loading:
-        """The same for a draft model: without the adapter, and not bitwise because its tokens are verified."""
+        """The same for a draft model: without the adapter, in one process, and not bitwise: its tokens are verified."""
         quantize = self.quantize_draft or self.quantize
-        return self._replace(bitwise=None, quantize=quantize, quantize_draft=None, adapter=None)
+        return self._replace(bitwise=None, quantize=quantize, quantize_draft=None, adapter=None, tensor_parallel=None)
 
 
 def load_model(name: str, how: Loading) -> Model:
@@ -126,7 +153,7 @@ def load_model(name: str, how: Loading) -> Model:
     with stderr.status(f"loading {name}"):
         model = load(
             name, dtype=how.dtype, device=how.device, bitwise=how.bitwise, compile=how.compile, quantize=how.quantize,
-            adapter=how.adapter,
+            adapter=how.adapter, tensor_parallel=how.tensor_parallel,
         )  # fmt: skip
     gc.enable()  # it was off while modules were imported
     spent = getattr(getattr(model.lm, "runner", None), "compile_seconds", 0.0)

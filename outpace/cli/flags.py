@@ -46,6 +46,12 @@ Bitwise = Annotated[
         "--bitwise/--no-bitwise", help="Results bit-identical to plain decoding; slower. Default: only GGUF files."
     ),
 ]
+TensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel", min=1, help="Processes that share the model; default: as many as torchrun has started."
+    ),
+]
 TracePath = Annotated[Path | None, typer.Option("--trace", help="Record every pass in this JSONL file.")]
 TraceProbs = Annotated[bool, typer.Option("--trace-probs", help="Include the target's probabilities in the trace.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

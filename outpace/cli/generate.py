@@ -19,6 +19,7 @@ from outpace.cli.common import (
     load_model,
     pairs,
     reports_errors,
+    shares_model,
     state_memory,
     tracing,
 )
@@ -39,6 +40,7 @@ from outpace.cli.flags import (
     Seed,
     Settings,
     Temperature,
+    TensorParallel,
     TopK,
     TopP,
     TracePath,
@@ -46,10 +48,12 @@ from outpace.cli.flags import (
     VerifierName,
 )
 from outpace.errors import OutpaceError, UsageError
+from outpace.models.tensor_parallel import torchrun
 
 
 @app.command()
 @reports_errors
+@shares_model
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     model: ModelName = DEFAULT_MODEL,
@@ -75,12 +79,13 @@ def generate(
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
     adapter: Adapter = None,
+    tensor_parallel: TensorParallel = None,
 ) -> None:
     """Answer one prompt; accepted draft tokens are green."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read() if prompt == "-" and not torchrun.rank() else prompt
     if not text.strip():
         raise UsageError("the prompt is empty")
-    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter, tensor_parallel)
     given = {
         "method": method, "policy": policy, "verifier": verifier, "max_tokens": max_tokens,
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings), **pairs(option),
@@ -88,7 +93,7 @@ def generate(
     loading.check(model, draft)
     checks.request(given, draft is not None)
     checks.writable(trace, "the trace")
-    drafting, lm = load_draft(draft, loading), load_model(model, loading)
+    lm, drafting = load_model(model, loading), load_draft(draft, loading)
     chat = not raw and getattr(lm.tokenizer, "chat_template", None)
     given |= {"draft": drafting} if drafting else {}
     state_memory(lm, max_tokens)
@@ -105,6 +110,7 @@ def generate(
 
 @app.command()
 @reports_errors
+@shares_model
 def chat(
     model: Annotated[str, typer.Argument(help="Demo model, folder, Hugging Face id or GGUF file.")] = DEFAULT_MODEL,
     method: Method = "auto",
@@ -124,9 +130,10 @@ def chat(
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
     adapter: Adapter = None,
+    tensor_parallel: TensorParallel = None,
 ) -> None:
     """Chat with a model; accepted draft tokens are green. Ctrl-C stops an answer, Ctrl-D ends the chat."""
-    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter, tensor_parallel)
     given = {
         "method": method, "policy": policy, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p,
         "seed": seed, **pairs(option),
@@ -134,7 +141,7 @@ def chat(
     loading.check(model, draft)
     checks.request(given, draft is not None)
     checks.writable(trace, "the trace")
-    drafting, lm = load_draft(draft, loading), load_model(model, loading)
+    lm, drafting = load_model(model, loading), load_draft(draft, loading)
     given |= {"draft": drafting} if drafting else {}
     messages = [{"role": "system", "content": system}] if system else []
     state_memory(lm, max_tokens)

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import checks
-from outpace.cli.common import DEFAULT_MODEL, Loading, app, load_draft, load_model, pairs, reports_errors, stderr
+from outpace.cli.common import (
+    DEFAULT_MODEL,
+    Loading,
+    app,
+    load_draft,
+    load_model,
+    pairs,
+    reports_errors,
+    shares_model,
+    stderr,
+)
 from outpace.cli.flags import (
     Adapter,
     Bitwise,
@@ -25,6 +35,7 @@ from outpace.cli.flags import (
     Quantize,
     QuantizeDraft,
     Settings,
+    TensorParallel,
 )
 from outpace.errors import OutpaceError, UsageError
 from outpace.sampling.settings import Sampling
@@ -69,6 +80,7 @@ OtlpEndpoint = Annotated[
 
 @app.command()
 @reports_errors
+@shares_model
 def serve(
     model: Annotated[str, typer.Argument(help="Demo model, folder, Hugging Face id or GGUF file.")] = DEFAULT_MODEL,
     host: Host = LOCAL,
@@ -100,6 +112,7 @@ def serve(
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
     adapter: Adapter = None,
+    tensor_parallel: TensorParallel = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's chat, completions and responses, and Anthropic's messages."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
@@ -107,7 +120,7 @@ def serve(
             raise OutpaceError(f"serving needs {package}: pip install 'outpace[serve]'")
     if otlp_endpoint is not None:
         _check_collector(otlp_endpoint)
-    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter, tensor_parallel)
     sampling, options = pairs(settings), pairs(option)
     checks.sampling_setting(sampling, vars(Sampling()))
     loading.check(model, draft)
@@ -129,7 +142,7 @@ def serve(
     }  # fmt: skip
     ServeSettings(**given)  # refuses what cannot be, before anything is loaded
     _log_to_stderr()
-    drafting, lm = load_draft(draft, loading), load_model(model, loading)
+    lm, drafting = load_model(model, loading), load_draft(draft, loading)
     if max_batch is not None:
         lm.max_batch = max_batch
     from outpace.serve.launch import serve as run

@@ -24,6 +24,7 @@ from outpace.cli.common import (
     load_model,
     pairs,
     reports_errors,
+    shares_model,
     stderr,
 )
 from outpace.cli.flags import (
@@ -39,6 +40,7 @@ from outpace.cli.flags import (
     QuantizeDraft,
     Seed,
     Settings,
+    TensorParallel,
     TopK,
     TopP,
     VerifierName,
@@ -70,6 +72,7 @@ Served = Annotated[str | None, typer.Option("--served-model", help="The model's 
 
 @app.command()
 @reports_errors
+@shares_model
 def verify(
     model: Annotated[
         str | None,
@@ -107,6 +110,7 @@ def verify(
     quantize: Quantize = None,
     quantize_draft: QuantizeDraft = None,
     adapter: Adapter = None,
+    tensor_parallel: TensorParallel = None,
 ) -> None:
     """Check that speculation does not change the answers. Exit code 0: no check failed; 1: something differs."""
     if find_spec("scipy") is None:
@@ -114,7 +118,7 @@ def verify(
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **pairs(settings)}
     checks.sampling_setting(given, vars(Sampling()))
     sampling = Sampling(**given)
-    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter, tensor_parallel)
     checks.writable(junit, "the JUnit file")
     if server is not None and (draft or quantize_draft):
         raise UsageError("--draft and --quantize-draft do not work with --server: a server has its own draft model")
@@ -134,7 +138,7 @@ def verify(
         urls = Urls(server, reference_server, _fields(on), _fields(off), served_model)
         asked = _of_server(urls, load_model(model, loading) if model else None, found, plan)
     else:
-        drafting, lm = load_draft(draft, loading), load_model(model or DEFAULT_MODEL, loading)
+        lm, drafting = load_model(model or DEFAULT_MODEL, loading), load_draft(draft, loading)
         subjects = subjects_of(method, lm, drafting, shared)
         asked = _of_model(lm, subjects, found, plan | {"batches": tuple(batch)}, transformers)
     stated = {k: v for k, v in plan.items() if k != "sampling"} | shared | vars(sampling) | loading._asdict()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from outpace.models.tensor_parallel import processes, torchrun
 from outpace.train.data.batches import Batch
 from outpace.train.losses import LossResult
 from outpace.train.recipes.heads import Recipe
@@ -29,14 +29,11 @@ class Distributed:
     @classmethod
     def join(cls, device: str = "") -> Distributed:
         """Join the process group that torchrun describes in the environment, or return a group of one."""
-        size = int(os.environ.get("WORLD_SIZE", "1"))
+        size = torchrun.size()
         if size == 1:
             return cls()
-        on_gpu, local = torch.cuda.is_available() and device != "cpu", int(os.environ.get("LOCAL_RANK", "0"))
-        if on_gpu:
-            torch.cuda.set_device(local)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
-        return cls(dist.get_rank(), size, local)
+        processes.join(torch.cuda.is_available() and device != "cpu", PATIENCE)
+        return cls(dist.get_rank(), size, torchrun.local_rank())
 
     def leave(self) -> None:
         if self.size > 1:
