@@ -27,7 +27,12 @@ def script(name: str) -> ModuleType:
 def small_llama(folder: Path) -> outpace.Model:
     """Write a tiny Llama and a tokenizer of numbers, and load it."""
     build("llama", torch.float32, **GROUPED).save_pretrained(folder)
+    numbers(folder)
+    return outpace.load(str(folder), dtype="float32", device="cpu")
+
+
+def numbers(folder: Path) -> None:
+    """Write a tokenizer of numbers."""
     words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(folder)
-    return outpace.load(str(folder), dtype="float32", device="cpu")

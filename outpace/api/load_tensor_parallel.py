@@ -20,7 +20,7 @@ from outpace.errors import OutpaceError, UsageError
 from outpace.models.adapt import adapt
 from outpace.models.tensor_parallel import plan, processes, torchrun
 from outpace.models.tensor_parallel.channel import FOREVER, Channel
-from outpace.models.tensor_parallel.leader import Leader, SharedObject, follow
+from outpace.models.tensor_parallel.leader import Follower, Leader, SharedObject
 from outpace.models.tensor_parallel.lm import LeaderLM
 from outpace.models.tensor_parallel.shards import SplitEnds, settle
 
@@ -43,12 +43,11 @@ def load(name: str, options: LoadOptions) -> Model:
         # Terminals and torchrun send signals to all processes. The first one ends in order, and then these do.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        follow(channel, [lm, ends])
+        Follower(channel, [lm, ends]).follow()
         raise SystemExit
-    leader = Leader(channel, 2)
-    atexit.register(leader.close)
+    shared = LeaderLM(Leader(channel, 2), SharedObject(0, lm), SharedObject(1, ends))
+    atexit.register(shared.close)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `close` runs
-    shared = LeaderLM(leader, SharedObject(0, lm), SharedObject(1, ends))
     return Model(shared, tokenizer, stop_token_ids(model, tokenizer), Path(name).name)
 
 
@@ -57,9 +56,7 @@ def _check(options: LoadOptions) -> None:
     size, there = options.tensor_parallel, torchrun.size()
     for option in ("quantize", "adapter", "compile"):
         if getattr(options, option):
-            raise UsageError(
-                f"a tensor-parallel model takes no {option}: leave it out, or run the model in one process"
-            )
+            raise UsageError(f"tensor_parallel does not go with {option}: leave one of them out")
     if size != there:
         raise UsageError(
             f"tensor_parallel={size} needs {size} processes, not {there}: start the program with torchrun "

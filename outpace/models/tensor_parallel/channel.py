@@ -57,6 +57,11 @@ class Channel:
         except RuntimeError as error:
             raise ProcessLost from error
 
+    def close(self) -> None:
+        """Leave the group of processes, without which the process could not end in order."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def _broadcast(self, data: torch.Tensor) -> None:
         try:
             dist.broadcast(data, 0, group=self._group)

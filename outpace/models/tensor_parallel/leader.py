@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from outpace.models.tensor_parallel.channel import SETTLING, Channel
 from outpace.models.tensor_parallel.processes import ProcessLost
 
@@ -86,30 +84,42 @@ class Leader:
         return result
 
     def close(self) -> None:
-        """Let the other processes end."""
+        """Let the other processes end. Then the model cannot run any more."""
         if self._lock.acquire(timeout=LAST_CALL):
             if self._together:
                 self._channel.send(None)
                 self._together = False
+            self._channel.close()
             self._lock.release()
-            dist.destroy_process_group()
 
 
-def follow(channel: Channel, parts: list[Any]) -> None:
-    """Run the first process's calls on this process's parts, until that one ends."""
-    known = dict(enumerate(parts))
-    while (call := channel.receive()) is not None:
-        for number in call.dropped:
-            del known[number]
+class Follower:
+    """The other end of the channel, in each of the other processes."""
+
+    def __init__(self, channel: Channel, parts: list[Any]):
+        self._channel = channel
+        self._known = dict(enumerate(parts))
+
+    def follow(self) -> None:
+        """Run the first process's calls on this process's parts, until that one ends."""
         try:
-            result = attrgetter(call.method)(known[call.target])(*call.args, **call.keywords)
+            while (call := self._channel.receive()) is not None:
+                self._run(call)
+        finally:
+            self._channel.close()
+
+    def _run(self, call: Call) -> None:
+        for number in call.dropped:
+            del self._known[number]
+        try:
+            result = attrgetter(call.method)(self._known[call.target])(*call.args, **call.keywords)
         except ProcessLost:
             raise
         except Exception as error:
             try:
-                channel.meet(SETTLING)  # the first process has failed alike
+                self._channel.meet(SETTLING)
             except ProcessLost:
-                raise error from None  # only this one has failed
-            continue
-        if call.made is not None:
-            known[call.made] = result
+                raise error from None  # the first process has not failed
+        else:
+            if call.made is not None:
+                self._known[call.made] = result

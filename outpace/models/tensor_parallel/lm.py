@@ -34,6 +34,10 @@ class LeaderLM(LM):
         self.states = None if lm.states is None else LeaderStates(leader, lm.states, ends)  # type: ignore[assignment]
         self.weights = None if lm.weights is None else LeaderWeights(leader, shared)  # type: ignore[assignment]
 
+    def close(self) -> None:
+        """Let the other processes end. Then this model cannot run any more."""
+        self._leader.close()
+
     def acquire(self, tokens: list[int], *, context: Context = None, taps: tuple[int, ...] = ()) -> int:
         return self._leader.run(self._shared, "acquire", tokens, context=context, taps=taps)
 

@@ -35,7 +35,8 @@ def join(on_gpu: bool, patience: timedelta) -> None:
         if local >= there:
             raise UsageError(f"process {local} on this machine has no GPU: start at most {there} processes")
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=patience)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=patience)
 
 
 def gathered(part: Tensor) -> Tensor:

@@ -115,7 +115,8 @@ def settle(model: PreTrainedModel) -> None:
             vars(module).pop("forward", None)
         for key, weight in module.named_parameters(recurse=False):
             if hasattr(weight, "to_local"):  # tied weights stay one tensor
-                known.setdefault(id(weight), nn.Parameter(weight.to_local(), requires_grad=False))
+                if id(weight) not in known:
+                    known[id(weight)] = nn.Parameter(_own(weight.to_local()), requires_grad=False)
                 module.register_parameter(key, known[id(weight)])
         if (made := _joined(module, style, shape)) is not module:
             model.set_submodule(name, made)
@@ -128,6 +129,11 @@ def settle(model: PreTrainedModel) -> None:
 def pattern(name: str) -> str:
     """Return the name of a module as plans have it, with a star for every number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _own(part: Tensor) -> Tensor:
+    """Return a part of a weight that does not keep the whole weight in memory."""
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def _shape(module: nn.Module) -> torch.Size:
