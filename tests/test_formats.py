@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -515,7 +516,11 @@ def test_commands(tmp_path: Path, target: Model, monkeypatch: pytest.MonkeyPatch
     shown = json.loads(run("show", tmp_path / "ours", "--json"))
     assert (shown["layout"], shown["taps"], shown["loss"]) == ("outpace", [2, 4, 5], "tv")
     assert "made for" in run("show", tmp_path / "ours")
-    run("export", tmp_path / "ours", "--model", "some/model", "--output", tmp_path / "out")
+    served = run("export", tmp_path / "ours", "--model", "some/model", "--output", tmp_path / "out")
+    *command, speculation = shlex.split(served.splitlines()[-1])
+    assert command == ["vllm", "serve", "some/model", "--speculative-config"]
+    expected = {"method": "eagle3", "model": str(tmp_path / "out"), "num_speculative_tokens": shown["steps"]}
+    assert json.loads(speculation) == expected
     assert json.loads(run("show", tmp_path / "out", "--json"))["made_for"] == "some/model"
     run("compress", tmp_path / "ours", "--output", tmp_path / "small")
     assert json.loads(run("show", tmp_path / "small", "--json")) == shown

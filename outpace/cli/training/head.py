@@ -52,18 +52,21 @@ def export(
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Export a head in a format that vLLM or SGLang can serve with its model."""
+    """Export a head in a format that vLLM or SGLang can serve with its model, and print the command that does."""
     if to not in LAYOUTS:
         raise unknown("format", to, LAYOUTS)
     checks.folder(folder)
     loading = Loading(dtype, device, compile=False)
     loading.check(model)
     from outpace.heads import store
-    from outpace.heads.formats.export import export as write
+    from outpace.heads.formats import export as formats
 
     lm = load_model(model, loading).lm
-    write(store.load(folder, lm), output, lm, name or model, to)
+    head = store.load(folder, lm)
+    formats.export(head, output, lm, name or model, to)
     stderr.print(str(output), soft_wrap=True, highlight=False)
+    for command in formats.serving_commands(output, name or model, head.spec.steps, to):
+        typer.echo(command)
 
 
 @heads.command()

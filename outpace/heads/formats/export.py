@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,18 @@ def export(head: Head, folder: Path, lm: LM, model: str, layout: str = LAYOUTS[0
         save_file(tensors, made / SAFE, metadata={"format": "pt"})
         (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         made.rename(folder)
+
+
+def serving_commands(folder: Path, model: str, steps: int, layout: str = LAYOUTS[0]) -> list[str]:
+    """Return the commands that serve a model with an exported head that drafts this number of tokens."""
+    speculation = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": steps}
+    commands = [["vllm", "serve", model, "--speculative-config", json.dumps(speculation)]]
+    if layout == "eagle":
+        chain = {"num-steps": steps, "eagle-topk": 1, "num-draft-tokens": steps + 1}
+        flags = [part for name, value in chain.items() for part in (f"--speculative-{name}", str(value))]
+        drafting = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder)]
+        commands.append(["python", "-m", "sglang.launch_server", "--model-path", model, *drafting, *flags])
+    return [shlex.join(command) for command in commands]
 
 
 def _tensors(head: Recursive) -> dict[str, Tensor]:
