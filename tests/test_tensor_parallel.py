@@ -30,6 +30,7 @@ from outpace.models.tensor_parallel.processes import ProcessLost
 from tests.benchmark_scripts import numbers
 from tests.conftest import settings_of
 from tests.tensor_parallel import KINDS, PATIENCE, PROBE, save, shared_logits, shared_model
+from tests.test_docs import blocks
 from tests.tiny_models import GPT, GROUPED, build
 
 ROOT = Path(__file__).parents[1]
@@ -132,6 +133,14 @@ def test_a_full_cache_ends_one_request_alike_on_both_processes(pair: Pair) -> No
     too_long, fits = pair.shared.generate([[*range(100)] * 4, PROMPTS[0]], max_tokens=4, method="plain")
     assert too_long.error is not None and "the KV cache has room for" in too_long.error
     assert fits.tokens == pair.whole.generate(PROMPTS[0], max_tokens=4, method="plain").tokens
+
+
+def test_the_example_of_the_guide_runs(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = blocks("docs/guide/tensor-parallel.md")
+    monkeypatch.setattr(outpace, "load", lambda name, tensor_parallel: pair.shared)
+    scope: dict[str, object] = {}
+    exec(source, scope)
+    assert scope["lm"] is pair.shared
 
 
 def test_a_dead_process_fails_requests_and_hangs_none(pair: Pair) -> None:
