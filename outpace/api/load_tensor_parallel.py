@@ -16,7 +16,7 @@ from outpace.api.load import stop_token_ids
 from outpace.api.load_options import LoadOptions
 from outpace.api.load_transformers import dtype_of, explained, quantization
 from outpace.api.model import Model
-from outpace.errors import OutpaceError, UsageError
+from outpace.errors import UsageError
 from outpace.models.adapt import adapt
 from outpace.models.tensor_parallel import plan, processes, torchrun
 from outpace.models.tensor_parallel.channel import FOREVER, Channel
@@ -31,8 +31,7 @@ def load(name: str, options: LoadOptions) -> Model:
     Call it from the main thread, which alone may handle signals.
     """
     _check(options)
-    on_gpu = torch.cuda.is_available() and not str(options.device).startswith("cpu")
-    model, tokenizer = _read(name, options, torch.device("cuda" if on_gpu else "cpu"))
+    model, tokenizer = _read(name, options)
     settle(model)
     channel = Channel()
     channel.meet(FOREVER)  # reading takes as long as it takes
@@ -62,17 +61,17 @@ def _check(options: LoadOptions) -> None:
             f"tensor_parallel={size} needs {size} processes, not {there}: start the program with torchrun "
             f"--nproc-per-node {size}"
         )
+    if str(options.device).startswith("cpu") and torch.cuda.is_available():
+        raise UsageError("tensor_parallel runs on the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES=''")
 
 
-def _read(name: str, options: LoadOptions, device: torch.device) -> tuple[Any, Any]:
+def _read(name: str, options: LoadOptions) -> tuple[Any, Any]:
     """Join the other processes, and read this one's part of a checkpoint, and the tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.distributed import DistributedConfig
 
-    try:
-        from transformers.distributed import DistributedConfig
-    except ImportError as error:
-        raise OutpaceError("tensor_parallel needs a newer Transformers: pip install -U transformers") from error
     assert options.tensor_parallel is not None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = demo_weights.fetch(name) if name in demo_weights.DEMO_MODELS else name
     with explained(name):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
