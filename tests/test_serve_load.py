@@ -12,17 +12,24 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 from openai import AsyncOpenAI
+from starlette.requests import Request as HTTPRequest
 
 from outpace.api.model import Model
 from outpace.core.lm import Scores
 from outpace.core.sequence import Sequence
-from outpace.serve.settings import ServeLimits
+from outpace.serve.jobs.run import JobRun
+from outpace.serve.service import Service
+from outpace.serve.settings import ServeLimits, ServeSettings
+from outpace.serve.surfaces.chat import ChatSurface
+from outpace.serve.surfaces.chat_fields import ChatFields
+from outpace.serve.surfaces.surface import answer
 from outpace.testing import ToyLM
 from tests.serving import NAME, PATIENCE, Live, free_port, live, until
 from tests.tiny_tokenizers import random_model, tiktoken
@@ -218,6 +225,32 @@ def test_a_client_that_goes_away_frees_its_place(stream: bool) -> None:
         assert server.post(CHAT, body()).status_code == 200
         ends = [line for line in server.get("/metrics").text.splitlines() if 'finished_reason="abort"' in line]
         assert any(line.startswith("outpace:request_success_total") for line in ends)
+
+
+def test_a_run_that_starts_as_its_request_ends_is_cancelled() -> None:
+    """A deadline, or the end of the server, may come just when the engine has taken the job."""
+
+    async def cancelled_at_its_start(model: Model) -> JobRun:
+        service = Service(model, ServeSettings((NAME,), NAME))
+        await service.warm_up()
+        usual, runs = service.start, list[JobRun]()
+
+        async def start(*given: Any) -> JobRun:
+            runs.append(await usual(*given))
+            asking.cancel()
+            return runs[0]
+
+        service.start = start  # type: ignore[method-assign]
+        app = SimpleNamespace(state=SimpleNamespace(service=service))
+        http = HTTPRequest({"type": "http", "app": app}, asyncio.Event().wait)  # type: ignore[arg-type]
+        asking = asyncio.create_task(answer(ChatSurface(), ChatFields(**body(max_tokens=3000)), http))
+        with suppress(asyncio.CancelledError):
+            await asking
+        service.close()
+        return runs[0]
+
+    run = asyncio.run(cancelled_at_its_start(random_model("tiktoken")))
+    assert run.ended and len(run.seqs[0].generated) < 3000
 
 
 def test_a_client_that_does_not_read_holds_no_slot_and_stops_nobody() -> None:

@@ -91,7 +91,7 @@ async def answer(surface: Surface[F], fields: F, http: HTTPRequest) -> Response:
         async with deadline.limit():
             check_samples(fields.samples, service.settings.limits)
             starting = service.start(lambda: surface.job(exchange), entry, fields.samples)
-            run = await while_connected(http.receive, starting)
+            run = await while_connected(http.receive, starting, drop=JobRun.cancel)
             if fields.stream:
                 return EventStream(run, surface.writer(exchange, run), entry, deadline, service.pace)
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -56,18 +56,29 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it if the client goes away."""
+async def while_connected(
+    receive: Receive, work: Coroutine[Any, Any, T], drop: Callable[[T], object] = lambda result: None
+) -> T:
+    """Return the result of `work`; cancel it if the client goes away. `drop` gets a result that comes too late."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
+    except BaseException:
+        task.add_done_callback(lambda task: _dropped(task, drop))
+        raise
+    else:
         return task.result()
     finally:
         for each in (task, watch):
             each.cancel()
         await asyncio.wait((task, watch))
+
+
+def _dropped(task: asyncio.Task[T], drop: Callable[[T], object]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        drop(task.result())
 
 
 async def _disconnected(receive: Receive) -> None:
