@@ -25,7 +25,7 @@ from outpace.api.model import Model
 from outpace.core.lm import Scores
 from outpace.core.sequence import Sequence
 from outpace.serve.jobs.run import JobRun
-from outpace.serve.service import Service
+from outpace.serve.service import PREPARING, Service
 from outpace.serve.settings import ServeLimits, ServeSettings
 from outpace.serve.surfaces.chat import ChatSurface
 from outpace.serve.surfaces.chat_fields import ChatFields
@@ -167,6 +167,20 @@ def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
         lm.gate.set()
         texts = {job.result().json()["choices"][0]["message"]["content"] for job in (*running, *waiting)}
         assert len(texts) == 1
+        until(lambda: server.idle)
+
+
+def test_a_request_that_no_thread_prepares_in_time_is_asked_to_come_again() -> None:
+    """Threads that compile slow grammars are no fault of the request that waits for one."""
+    with held(limits=ServeLimits(prepare_seconds=0.2)) as (server, _):
+        free = threading.Event()
+        blocked = [server.service._preparing.submit(free.wait, PATIENCE) for _ in range(PREPARING)]
+        late = server.post(CHAT, body())
+        free.set()
+        assert late.status_code == 429 and "retry-after" in late.headers
+        for each in blocked:
+            each.result()
+        assert server.post(CHAT, body()).status_code == 200
         until(lambda: server.idle)
 
 

@@ -20,7 +20,7 @@ from outpace.serve.telemetry.metrics import ServerMetrics
 from outpace.serve.telemetry.request_log import RequestEntry, RequestLog
 from outpace.serve.telemetry.spans import RequestSpans, exporting_provider
 from outpace.serve.web.event_stream import Pace
-from outpace.serve.web.failures import APIFailure, not_ready
+from outpace.serve.web.failures import APIFailure, not_ready, queue_full
 
 T = TypeVar("T")
 PREPARING = 8  # threads that encode prompts and compile grammars
@@ -83,10 +83,14 @@ class Service:
     async def prepared(self, work: Callable[[], T]) -> T:
         """Run work for a request on a thread, for a limited time."""
         seconds = self.settings.limits.prepare_seconds
-        future = asyncio.get_running_loop().run_in_executor(self._preparing, work)
+        future = self._preparing.submit(work)
         try:
-            return await asyncio.wait_for(future, seconds)
+            # Not `wait_for`: in Python 3.11 it drops a cancellation that comes just as the work ends.
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(future)
         except TimeoutError as error:
+            if future.cancelled():  # it never began
+                raise queue_full(round(max(1, seconds))) from error
             text = f"preparing the request took longer than {seconds:g} s; is its grammar or schema too complex?"
             raise APIFailure(text, code="too_complex") from error
 
