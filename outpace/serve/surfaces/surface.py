@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ from outpace.serve.served import Served
 from outpace.serve.service import Service
 from outpace.serve.surfaces.engine_fields import EngineFields, check_samples
 from outpace.serve.web.event_stream import ClientGone, Deadline, EventStream, ServerEvent, while_connected
-from outpace.serve.web.failures import CLIENT_GONE, APIFailure, client_gone, failure_of, timed_out
+from outpace.serve.web.failures import CLIENT_GONE, APIFailure, client_gone, failure_of, not_ready, timed_out
 from outpace.serve.web.replies import JSONReply, failure_reply
 
 F = TypeVar("F", bound=EngineFields)
@@ -103,6 +104,9 @@ async def answer(surface: Surface[F], fields: F, http: HTTPRequest) -> Response:
     except ClientGone:
         entry.end(None, client_gone())
         return Response(status_code=CLIENT_GONE)
+    except asyncio.CancelledError:  # the server ends before the request does
+        entry.end(None, not_ready(service.state))
+        raise
     except Exception as error:
         failure = timed_out(seconds) if isinstance(error, TimeoutError) else failure_of(error)
         entry.end(None, failure)
