@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import socket
 import subprocess
@@ -24,7 +25,9 @@ from starlette.requests import Request as HTTPRequest
 from outpace.api.model import Model
 from outpace.core.lm import Scores
 from outpace.core.sequence import Sequence
+from outpace.errors import OutpaceError
 from outpace.serve.jobs.run import JobRun
+from outpace.serve.launch import serve
 from outpace.serve.service import PREPARING, Service
 from outpace.serve.settings import ServeLimits, ServeSettings
 from outpace.serve.surfaces.chat import ChatSurface
@@ -348,7 +351,8 @@ def test_a_server_that_is_told_to_stop_finishes_what_it_has_begun() -> None:
         assert not server.thread.is_alive()
 
 
-def test_requests_that_outlast_the_drain_are_cancelled() -> None:
+def test_requests_that_outlast_the_drain_are_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "outpace.serve")
     with held(drain_seconds=1) as (server, lm):
         lm.gate.clear()
         connection = sent(server, body(max_tokens=3000))
@@ -360,6 +364,8 @@ def test_requests_that_outlast_the_drain_are_cancelled() -> None:
         connection.close()
         until(lambda: server.service.model.engine.idle)
         assert not any(slot.busy for slot in lm.slots)
+        (line,) = [json.loads(record.message) for record in caplog.records if record.name == "outpace.serve"]
+        assert line["status"] == 503, "the log tells of them"
 
 
 PROGRAM = """
@@ -412,6 +418,14 @@ def test_a_server_is_not_ready_before_it_is_warm(monkeypatch: pytest.MonkeyPatch
     assert (
         chat.status_code == 503 and chat.json()["error"]["code"] == "not_ready" and chat.headers["retry-after"] == "1"
     )
+
+
+def test_a_server_whose_model_cannot_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever started it sees why, and may start it again."""
+    model = random_model("tiktoken")
+    monkeypatch.setattr(model, "warm_up", lambda: [][0])
+    with pytest.raises(OutpaceError, match="the model cannot run: IndexError"):
+        serve(model, ServeSettings((NAME,), NAME, port=free_port()))
 
 
 def _answers(client: httpx2.Client) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from time import perf_counter
@@ -24,8 +23,6 @@ from outpace.serve.web.access import AccessGuard
 from outpace.serve.web.failures import APIFailure, failure_of
 from outpace.serve.web.replies import JSONReply, refusal, reply_to_failure
 from outpace.version import __version__
-
-logger = logging.getLogger("outpace.serve")
 
 
 def build_app(service: Service) -> FastAPI:
@@ -70,8 +67,7 @@ async def _warm_up(service: Service) -> None:
         await service.warm_up()
         say("ready", seconds=round(perf_counter() - begun, 3))
     except Exception as error:
-        service.state = "failed"
-        logger.error("the model cannot run: %s", error, exc_info=error)
+        service.state, service.failure = "failed", error
 
 
 async def _invalid(request: HTTPRequest, error: Exception) -> JSONReply:

@@ -9,6 +9,7 @@ from types import FrameType
 import uvicorn
 
 from outpace.api.model import Model
+from outpace.errors import OutpaceError
 from outpace.serve.app import build_app
 from outpace.serve.service import Service
 from outpace.serve.settings import ServeSettings
@@ -18,7 +19,7 @@ KEEP_ALIVE = 30  # seconds that an idle connection is kept
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, but new requests on open connections are refused from the first signal on."""
+    """uvicorn, but from the first signal on it refuses new requests on open connections. It ends if the model fails."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
@@ -29,6 +30,9 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started and self.on_start is not None:
             self.on_start(self.servers[0].sockets[0].getsockname()[1])
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self.service.state == "failed"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.state = "draining"
@@ -63,3 +67,5 @@ def serve(model: Model, settings: ServeSettings, on_start: Callable[[int], None]
     server = server_of(model, settings)
     server.on_start = on_start
     server.run()
+    if (failure := server.service.failure) is not None:
+        raise OutpaceError(f"the model cannot run: {type(failure).__name__}: {failure}") from failure

@@ -37,6 +37,7 @@ class Service:
         self.metrics = ServerMetrics(settings.names[0], model.engine)
         self.log = RequestLog(self.metrics, settings.log_prompts, _spans(settings))
         self.state: Literal["starting", "ready", "draining", "failed"] = "starting"
+        self.failure: Exception | None = None  # of the warm-up
         self.admission = Admission(model.max_batch + max(1, model.max_batch // AHEAD), settings.limits.waiting)
         self._preparing = ThreadPoolExecutor(PREPARING, "outpace-prepare")
         self._submitting = ThreadPoolExecutor(SUBMITTING, "outpace-submit")
