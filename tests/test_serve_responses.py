@@ -41,6 +41,12 @@ def client(model: Model) -> Iterator[OpenAI]:
     yield from clients(model)
 
 
+def test_a_reply_tells_the_settings_that_the_server_gives_by_default(model: Model) -> None:
+    with live(model, sampling={"temperature": 0.25, "top_p": 0.5}) as server:
+        reply = server.post("/v1/responses", {"input": "Hello", "max_output_tokens": 2, "top_p": 0.9}).json()
+    assert (reply["temperature"], reply["top_p"]) == (0.25, 0.9)
+
+
 def script(prompt: str) -> str:
     """Says how many turns it has seen; calls a tool if there is one and no result yet."""
     if "<tool_call>" in prompt and "tool\n" not in prompt:

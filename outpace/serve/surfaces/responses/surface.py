@@ -153,7 +153,7 @@ class ResponseWriter(EventWriter):
 
 def response_head(exchange: Fields) -> dict[str, Any]:
     """Return a response that has just begun."""
-    fields = exchange.fields
+    fields, usual = exchange.fields, {"temperature": 1.0, "top_p": 1.0, **exchange.served.settings.sampling}
     choice = fields.tool_choice
     form = fields.text.format if fields.text is not None and fields.text.format is not None else None
     return {
@@ -173,12 +173,12 @@ def response_head(exchange: Fields) -> dict[str, Any]:
         "previous_response_id": fields.previous_response_id,
         "reasoning": {"effort": fields.reasoning and fields.reasoning.effort, "summary": None},
         "store": fields.store is not False,
-        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "temperature": usual["temperature"] if fields.temperature is None else fields.temperature,
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
         "tools": [tool.model_dump() for tool in fields.tools or []],
         "top_logprobs": fields.top_logprobs or 0,
-        "top_p": 1.0 if fields.top_p is None else fields.top_p,
+        "top_p": usual["top_p"] if fields.top_p is None else fields.top_p,
         "truncation": "disabled",
         "usage": None,
         "metadata": fields.metadata or {},
