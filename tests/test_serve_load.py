@@ -26,6 +26,7 @@ from outpace.api.model import Model
 from outpace.core.lm import Scores
 from outpace.core.sequence import Sequence
 from outpace.errors import OutpaceError
+from outpace.serve.jobs.admission import Admission
 from outpace.serve.jobs.run import JobRun
 from outpace.serve.launch import serve
 from outpace.serve.service import PREPARING, Service
@@ -33,6 +34,7 @@ from outpace.serve.settings import ServeLimits, ServeSettings
 from outpace.serve.surfaces.chat import ChatSurface
 from outpace.serve.surfaces.chat_fields import ChatFields
 from outpace.serve.surfaces.surface import answer
+from outpace.serve.web.failures import APIFailure
 from outpace.testing import ToyLM
 from tests.serving import NAME, PATIENCE, Live, free_port, live, until
 from tests.tiny_tokenizers import random_model, tiktoken
@@ -171,6 +173,21 @@ def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
         texts = {job.result().json()["choices"][0]["message"]["content"] for job in (*running, *waiting)}
         assert len(texts) == 1
         until(lambda: server.idle)
+
+
+def test_nobody_keeps_another_owner_out_of_the_queue() -> None:
+    async def fill() -> None:
+        admission = Admission(capacity=1, most_waiting=2)
+        places = [admission.take("ann", size=3), admission.take("bob")]  # more than fits, but none of theirs waits
+        for owner in ("ann", "bob"):
+            with pytest.raises(APIFailure, match="too many"):
+                admission.take(owner)
+        for place in places:
+            place.leave()
+        assert admission.pending == 0
+        admission.take("ann").leave()
+
+    asyncio.run(fill())
 
 
 def test_a_request_that_no_thread_prepares_in_time_is_asked_to_come_again() -> None:

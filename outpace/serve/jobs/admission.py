@@ -49,15 +49,20 @@ class Admission:
         self.running = 0
         self.pending = 0  # samples that are prepared or wait
         self._of_owner: Counter[Owner] = Counter()  # running samples
+        self._pending_of: Counter[Owner] = Counter()
         self._lines: dict[Owner, deque[QueuePlace]] = {}
         self._seconds = 1.0  # average duration of a request
 
     def take(self, owner: Owner, size: int = 1) -> QueuePlace:
-        """Take a place, or refuse if too many wait."""
-        if self.pending + size > self.most_waiting:
+        """Take a place, or refuse if too many wait. An owner of whom none waits gets one, whatever others have sent."""
+        if self.pending + size > self.most_waiting and self._pending_of[owner]:
             raise queue_full(self._retry_after)
-        self.pending += size
+        self._wait(owner, size)
         return QueuePlace(self, owner, size)
+
+    def _wait(self, owner: Owner, size: int) -> None:
+        self.pending += size
+        self._pending_of[owner] += size
 
     def line_up(self, place: QueuePlace) -> None:
         self._lines.setdefault(place.owner, deque()).append(place)
@@ -65,7 +70,7 @@ class Admission:
 
     def remove(self, place: QueuePlace) -> None:
         if place.started is None:
-            self.pending -= place.size
+            self._wait(place.owner, -place.size)
             line = self._lines.get(place.owner)
             if line is not None and place in line:
                 line.remove(place)
@@ -86,7 +91,7 @@ class Admission:
             self._lines[owner].popleft()
             if not self._lines[owner]:
                 del self._lines[owner]
-            self.pending -= place.size
+            self._wait(owner, -place.size)
             self.running += place.size
             self._of_owner[owner] += place.size
             place.started = perf_counter()
