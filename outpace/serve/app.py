@@ -68,6 +68,7 @@ async def _warm_up(service: Service) -> None:
         say("ready", seconds=round(perf_counter() - begun, 3))
     except Exception as error:
         service.state, service.failure = "failed", error
+        say("failed", error=f"{type(error).__name__}: {error}")
 
 
 async def _invalid(request: HTTPRequest, error: Exception) -> JSONReply:
