@@ -276,11 +276,11 @@ def test_a_run_that_starts_as_its_request_ends_is_cancelled() -> None:
 
         service.start = start  # type: ignore[method-assign]
         app = SimpleNamespace(state=SimpleNamespace(service=service))
-        http = HTTPRequest({"type": "http", "app": app}, asyncio.Event().wait)  # type: ignore[arg-type]
+        http = HTTPRequest({"type": "http", "app": app, "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
         asking = asyncio.create_task(answer(ChatSurface(), ChatFields(**body(max_tokens=3000)), http))
         with suppress(asyncio.CancelledError):
             await asking
-        service.close()
+        await service.close()
         return runs[0]
 
     run = asyncio.run(cancelled_at_its_start(random_model("tiktoken")))
