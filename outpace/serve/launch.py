@@ -62,8 +62,8 @@ def server_of(model: Model, settings: ServeSettings) -> DrainingServer:
     return DrainingServer(config, service)
 
 
-def serve(model: Model, settings: ServeSettings, on_start: Callable[[int], None]) -> None:
-    """Serve until a signal stops it; `on_start` is called with the port."""
+def serve(model: Model, settings: ServeSettings, on_start: Callable[[int], None] | None = None) -> None:
+    """Serve until a signal stops it."""
     server = server_of(model, settings)
     server.on_start = on_start
     server.run()
