@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from outpace.api.model import Model
+from outpace.serve.launch import server_of
 from outpace.serve.playground.pages import FILES
+from outpace.serve.settings import ServeSettings
 from outpace.text import first_difference
 from outpace.tracing.trace import Trace, read
 from outpace.tracing.viewer import page as viewer
@@ -74,6 +77,17 @@ def test_it_can_be_switched_off(model: Model, server: Live) -> None:
         assert {found.get(path).status_code for path in (*FILES, "/playground/settings")} == {404}
     assert server.get("/playground/none.js").status_code == 404
     assert not [path for path in server.get("/openapi.json").json()["paths"] if path in FILES or "playground" in path]
+
+
+def test_who_starts_a_server_hears_its_port(model: Model) -> None:
+    server, ports = server_of(model, ServeSettings((NAME,), NAME, port=0)), list[int]()
+    server.on_start = ports.append
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: ports and server.service.state == "ready")
+    server.should_exit = True
+    thread.join(PATIENCE)
+    assert ports[0] > 0
 
 
 def test_the_page_offers_what_requests_may_choose(server: Live) -> None:
