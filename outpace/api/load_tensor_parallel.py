@@ -20,7 +20,7 @@ from outpace.errors import UsageError
 from outpace.models.adapt import adapt
 from outpace.models.tensor_parallel import plan, processes, torchrun
 from outpace.models.tensor_parallel.channel import FOREVER, Channel
-from outpace.models.tensor_parallel.leader import Follower, Leader, SharedObject
+from outpace.models.tensor_parallel.leader import FollowingProcess, Leader, SharedObject
 from outpace.models.tensor_parallel.lm import LeaderLM
 from outpace.models.tensor_parallel.shards import SplitEnds, settle
 
@@ -42,7 +42,7 @@ def load(name: str, options: LoadOptions) -> Model:
         # Terminals and torchrun send signals to all processes. The first one ends in order, and then these do.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        Follower(channel, [lm, ends]).follow()
+        FollowingProcess(channel, [lm, ends]).follow()
         raise SystemExit
     shared = LeaderLM(Leader(channel, 2), SharedObject(0, lm), SharedObject(1, ends))
     atexit.register(shared.close)

@@ -72,7 +72,7 @@ def shares_model(command: Command) -> Command:
 
             start(tensor_parallel)
         else:
-            command(*args, tensor_parallel=tensor_parallel or there, **kwargs)
+            command(*args, tensor_parallel=tensor_parallel or (there if there > 1 else None), **kwargs)
 
     return run  # type: ignore[return-value]
 

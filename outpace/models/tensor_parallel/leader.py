@@ -93,7 +93,7 @@ class Leader:
             self._lock.release()
 
 
-class Follower:
+class FollowingProcess:
     """The other end of the channel, in each of the other processes."""
 
     def __init__(self, channel: Channel, parts: list[Any]):
