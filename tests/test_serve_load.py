@@ -381,7 +381,8 @@ def test_requests_that_outlast_the_drain_are_cancelled(caplog: pytest.LogCapture
         connection.close()
         until(lambda: server.service.model.engine.idle)
         assert not any(slot.busy for slot in lm.slots)
-        (line,) = [json.loads(record.message) for record in caplog.records if record.name == "outpace.serve"]
+        told = [json.loads(record.message) for record in caplog.records if record.name == "outpace.serve"]
+        (line,) = [line for line in told if line["event"] == "request"]
         assert line["status"] == 503, "the log tells of them"
 
 
