@@ -29,7 +29,19 @@ def test_help_names_every_command() -> None:
     assert shown.exit_code == 0
     assert all(
         name in shown.output
-        for name in ("generate", "chat", "verify", "bench", "advise", "prune", "show", "methods", "shelf", "serve")
+        for name in (
+            "generate",
+            "chat",
+            "verify",
+            "bench",
+            "advise",
+            "prune",
+            "show",
+            "methods",
+            "shelf",
+            "serve",
+            "batch",
+        )
     )
 
 
@@ -136,6 +148,10 @@ WITHOUT_A_MODEL = [
     ["serve", "--tool-format", "hermit"],
     ["serve", "--max-waiting", "0"],
     ["serve", "no/such/folder"],
+    ["batch", "--help"],
+    ["batch", "gone.jsonl", "out.jsonl"],
+    ["batch", "pyproject.toml", "no/such/folder/out.jsonl"],
+    ["batch", "pyproject.toml", "out.jsonl", "--method", "ngrm"],
 ]
 
 

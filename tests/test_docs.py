@@ -20,6 +20,9 @@ from outpace import registry
 from outpace.api.model import Model
 from outpace.cli.display import methods_markdown
 from outpace.core.lm import LM
+from outpace.serve.batch.files import BatchFiles
+from outpace.serve.batch.run import run
+from outpace.serve.settings import ServeSettings
 from outpace.serve.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from outpace.testing import ByteTokenizer, ToyLM
 from outpace.tracing.trace import read
@@ -116,6 +119,17 @@ def test_the_example_of_the_playground_runs(monkeypatch: pytest.MonkeyPatch, tmp
         exec(source.replace("http://localhost:8000", server.url), {})
     (request,) = read("out.jsonl").requests
     assert len(request.tokens) == 20 and request.sampling["seed"] == 7
+
+
+def test_the_example_of_batch_runs(tmp_path: Path) -> None:
+    asked, answered = blocks("docs/guide/batch.md", "json")
+    (tmp_path / "in.jsonl").write_text(asked)
+    with BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl") as files:
+        run(random_model("tiktoken"), ServeSettings(("tiny",), "tiny"), files.lines(), files.add)
+    (found,) = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
+    shown = json.loads(answered)
+    assert found.keys() == shown.keys() and found["response"].keys() == shown["response"].keys()
+    assert found["custom_id"] == shown["custom_id"]
 
 
 def script(name: str) -> dict[str, Any]:

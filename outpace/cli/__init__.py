@@ -5,13 +5,13 @@ A module adds its commands to the application when it is imported.
 
 import gc
 
-from outpace.cli import advise, bench, calibrate, catalogue, generate, serve, show, verify
+from outpace.cli import advise, batch, bench, calibrate, catalogue, generate, serve, show, verify
 from outpace.cli.common import app
 from outpace.cli.training import head, prune, train
 
 __all__ = [
-    "advise", "app", "bench", "calibrate", "catalogue", "generate", "head", "main", "prune", "serve", "show", "train",
-    "verify",
+    "advise", "app", "batch", "bench", "calibrate", "catalogue", "generate", "head", "main", "prune", "serve", "show",
+    "train", "verify",
 ]  # fmt: skip
 
 

@@ -10,18 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli import checks
-from outpace.cli.common import (
-    DEFAULT_MODEL,
-    Loading,
-    app,
-    load_draft,
-    load_model,
-    pairs,
-    reports_errors,
-    shares_model,
-    stderr,
-)
+from outpace.cli.common import DEFAULT_MODEL, Loading, app, pairs, reports_errors, shares_model, stderr
 from outpace.cli.flags import (
     Adapter,
     Bitwise,
@@ -37,8 +26,8 @@ from outpace.cli.flags import (
     Settings,
     TensorParallel,
 )
+from outpace.cli.serving import ServedModel
 from outpace.errors import OutpaceError, UsageError
-from outpace.sampling.settings import Sampling
 
 if TYPE_CHECKING:
     from outpace.serve.settings import ServeSettings
@@ -115,39 +104,26 @@ def serve(
     tensor_parallel: TensorParallel = None,
 ) -> None:
     """Serve a model over HTTP: OpenAI's chat, completions and responses, and Anthropic's messages."""
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
-        if find_spec(package) is None:
-            raise OutpaceError(f"serving needs {package}: pip install 'outpace[serve]'")
     if otlp_endpoint is not None:
         _check_collector(otlp_endpoint)
-    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter, tensor_parallel)
-    sampling, options = pairs(settings), pairs(option)
-    checks.sampling_setting(sampling, vars(Sampling()))
-    loading.check(model, draft)
-    checks.request({"method": method, "policy": policy, **sampling, **options}, draft is not None)
-    from outpace.serve.chat.tool_formats import format_of
-    from outpace.serve.settings import ServeLimits, ServeSettings
+    from outpace.serve.settings import ServeLimits
     from outpace.serve.web import keys
-
-    format_of("", tool_format)
 
     given: dict[str, Any] = {
         "names": tuple(served_model_name) or (model,), "root": model, "host": host, "port": port,
         "keys": keys.load(api_keys), "open_without_keys": open_without_keys, "allowed_hosts": tuple(allowed_host),
-        "cors_origins": tuple(cors_origin), "method": method, "options": options, "policy": policy,
-        "sampling": sampling, "share_between_keys": share_between_keys, "tool_format": tool_format,
+        "cors_origins": tuple(cors_origin), "method": method, "options": pairs(option), "policy": policy,
+        "sampling": pairs(settings), "share_between_keys": share_between_keys, "tool_format": tool_format,
         "playground": not no_playground, "log_prompts": log_prompts, "otlp_endpoint": otlp_endpoint,
         "drain_seconds": drain_seconds,
         "limits": ServeLimits(seconds=timeout, waiting=max_waiting, max_tokens=max_tokens),
     }  # fmt: skip
-    ServeSettings(**given)  # refuses what cannot be, before anything is loaded
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter, tensor_parallel)
+    served = ServedModel(model, draft, loading, max_batch, given)
     _log_to_stderr()
-    lm, drafting = load_model(model, loading), load_draft(draft, loading)
-    if max_batch is not None:
-        lm.max_batch = max_batch
+    lm, serving = served.load()
     from outpace.serve.launch import serve as run
 
-    serving = ServeSettings(**given, draft=drafting)
     run(lm, serving, lambda taken: _tell(serving, taken))
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outpace.errors import OutpaceError, UsageError
+from outpace.storage.appended import claim, whole_lines
 
 FORMAT, VERSION = "outpace-data", 1
 
@@ -111,7 +112,7 @@ class RecordFile:
         except OSError as error:
             raise OutpaceError(f"cannot write the records: {error}") from error
         try:
-            _claim(self._file, self.path)
+            claim(self._file, self.path, "give each worker its own --shard, or another --output")
             if self._continues(header):
                 self._read()
             else:
@@ -138,7 +139,7 @@ class RecordFile:
         if not start.endswith(b"\n"):
             self._file.truncate(0)
             return False
-        self._file.truncate(_whole(self._file))
+        self._file.truncate(whole_lines(self._file))
         written = json.loads(start)
         _known(self.path, written)
         _same(self.path, written, header)
@@ -161,35 +162,6 @@ class RecordFile:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def _whole(file: IO[bytes]) -> int:
-    """Return the number of bytes up to the end of the last complete line."""
-    at = file.seek(0, 2)
-    while at > 0:
-        start = max(0, at - (1 << 16))
-        file.seek(start)
-        found = file.read(at - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        at = start
-    return 0
-
-
-def _claim(file: IO[bytes], path: Path) -> None:
-    """Lock the file against other writers, where the system supports locks."""
-    try:
-        import fcntl
-    except ImportError:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(
-            f"another process is writing {str(path)!r}: give each worker its own --shard, or another --output"
-        ) from None
-    except OSError:
-        return  # a file system without locks
 
 
 def _same(path: Path, written: dict[str, Any], header: dict[str, Any]) -> None:

@@ -1,0 +1,173 @@
+"""outpace batch: answer a file of requests, and go on where a run was interrupted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from outpace.cli import checks
+from outpace.cli.common import DEFAULT_MODEL, Loading, app, pairs, reports_errors, stderr
+from outpace.cli.flags import (
+    Adapter,
+    AsJson,
+    Bitwise,
+    Compile,
+    Device,
+    Draft,
+    Dtype,
+    Method,
+    ModelName,
+    Options,
+    PolicyName,
+    Quantize,
+    QuantizeDraft,
+    Settings,
+)
+from outpace.cli.serve import MaxAnswer, MaxBatch, Names, Seconds, ToolFormatName
+from outpace.cli.serving import ServedModel
+
+if TYPE_CHECKING:
+    from outpace.serve.batch.files import BatchFiles
+    from outpace.serve.batch.records import BatchRecord
+
+WINDOW = 600.0  # seconds of which the estimate of the time left is made
+
+
+@app.command()
+@reports_errors
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Answers; an existing file is continued.")],
+    model: ModelName = DEFAULT_MODEL,
+    served_model_name: Names = [],  # noqa: B006
+    method: Method = "auto",
+    draft: Draft = None,
+    option: Options = [],  # noqa: B006
+    policy: PolicyName = None,
+    settings: Settings = [],  # noqa: B006
+    max_batch: MaxBatch = None,
+    max_tokens: MaxAnswer = None,
+    timeout: Seconds = 600.0,
+    tool_format: ToolFormatName = None,
+    as_json: AsJson = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    bitwise: Bitwise = None,
+    compile: Compile = None,
+    quantize: Quantize = None,
+    quantize_draft: QuantizeDraft = None,
+    adapter: Adapter = None,
+) -> None:
+    """Answer a file of requests as the server would. Exit code 0: all lines are answered; 1: some failed."""
+    checks.readable(source)
+    checks.writable(output, "the answers")
+    from outpace.serve.settings import ServeLimits
+
+    given: dict[str, Any] = {
+        "names": tuple(served_model_name) or (model,), "root": model, "method": method, "options": pairs(option),
+        "policy": policy, "sampling": pairs(settings), "tool_format": tool_format,
+        "limits": ServeLimits(seconds=timeout, max_tokens=max_tokens),
+    }  # fmt: skip
+    loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
+    served = ServedModel(model, draft, loading, max_batch, given)
+    from outpace.serve.batch.files import BatchFiles
+
+    with BatchFiles(source, output) as files:
+        report = BatchReport(files)
+        try:
+            if files.pending:
+                _answer(served, report, as_json)
+        finally:
+            report.tell(as_json)
+    if files.failed:
+        raise typer.Exit(1)
+
+
+@dataclass
+class BatchReport:
+    """What a run has done, as it is told at its end."""
+
+    files: BatchFiles
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, record: BatchRecord) -> None:
+        self.prompt_tokens += record.prompt_tokens
+        self.completion_tokens += record.completion_tokens
+
+    @property
+    def left(self) -> int:
+        """The number of lines that nothing has come of."""
+        return self.files.total - self.files.done - self.files.answered - self.files.failed
+
+    @property
+    def speed(self) -> float:
+        """Tokens of answers per second."""
+        return self.completion_tokens / self.seconds if self.seconds else 0.0
+
+    def tell(self, as_json: bool) -> None:
+        files = self.files
+        if as_json:
+            found = {
+                "lines": files.total, "done_before": files.done, "answered": files.answered, "failed": files.failed,
+                "left": self.left, "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
+                "seconds": round(self.seconds, 3), "tokens_per_second": round(self.speed, 3),
+                "output": str(files.output), "errors": str(files.errors) if files.failed else None,
+            }  # fmt: skip
+            typer.echo(json.dumps(found))
+            return
+        before = f", {files.done} before" if files.done else ""
+        told = f"{files.answered} of {files.total} lines answered{before}"
+        if files.answered:
+            told += f"; {self.completion_tokens} tokens in {self.seconds:.1f} s, {self.speed:.1f} tokens/s"
+        _say(told)
+        if files.failed:
+            _say(f"{files.failed} without an answer, in {files.errors}:")
+            for problem in files.problems:
+                _say(f"  {problem}")
+        if self.left:
+            _say(f"{self.left} lines are left: the same command goes on from here")
+
+
+def _answer(served: ServedModel, report: BatchReport, quiet: bool) -> None:
+    from outpace.serve.batch.run import run
+
+    loaded, files = served.load(), report.files
+    start = time.perf_counter()
+    with _progress(report, quiet) as advance:
+
+        def take(record: BatchRecord) -> None:
+            files.add(record)
+            report.add(record)
+            report.seconds = time.perf_counter() - start
+            advance()
+
+        run(*loaded, files.lines(), take)
+
+
+@contextmanager
+def _progress(report: BatchReport, quiet: bool) -> Iterator[Callable[[], None]]:
+    """Show how far a batch is, how fast it is, and how long it will take."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=stderr, speed_estimate_period=WINDOW, disable=quiet) as bars:
+        files = report.files
+        bar = bars.add_task("", total=files.total, completed=files.done + files.failed)
+
+        def advance() -> None:
+            bars.update(bar, advance=1, description=f"{report.speed:.1f} tokens/s")
+
+        yield advance
+
+
+def _say(text: str) -> None:
+    stderr.print(escape(text), highlight=False, soft_wrap=True)

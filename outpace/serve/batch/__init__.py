@@ -1,0 +1,1 @@
+"""Batch jobs: files of requests that the server's own routes answer, without a port."""
