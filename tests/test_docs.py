@@ -20,6 +20,7 @@ from outpace import registry
 from outpace.api.model import Model
 from outpace.cli.display import methods_markdown
 from outpace.core.lm import LM
+from outpace.serve.batch.engine import BatchEngine
 from outpace.serve.batch.files import BatchFiles
 from outpace.serve.batch.run import run
 from outpace.serve.settings import ServeSettings
@@ -125,7 +126,7 @@ def test_the_example_of_batch_runs(tmp_path: Path) -> None:
     asked, answered = blocks("docs/guide/batch.md", "json")
     (tmp_path / "in.jsonl").write_text(asked)
     with BatchFiles(tmp_path / "in.jsonl", tmp_path / "out.jsonl") as files:
-        run(random_model("tiktoken"), ServeSettings(("tiny",), "tiny"), files.lines(), files.add)
+        run(BatchEngine(random_model("tiktoken"), ServeSettings(("tiny",), "tiny")), files.lines(), files.add)
     (found,) = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
     shown = json.loads(answered)
     assert found.keys() == shown.keys() and found["response"].keys() == shown["response"].keys()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,12 +34,23 @@ from outpace.cli.flags import (
     Settings,
 )
 from outpace.cli.serve import MaxAnswer, MaxBatch, Names, Seconds, ToolFormatName
-from outpace.cli.serving import ServedModel
+from outpace.cli.serving import ModelToServe
+from outpace.errors import OutpaceError, UsageError
 
 if TYPE_CHECKING:
     from outpace.serve.batch.files import BatchFiles
     from outpace.serve.batch.records import BatchRecord
+    from outpace.serve.batch.run import Take
 
+    Run = Callable[[BatchFiles, Take], None]
+
+OnRay = Annotated[bool, typer.Option("--ray", help="Answer on all machines of a Ray cluster; see RAY_ADDRESS.")]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="With --ray: how many models answer; default: one for each GPU or machine.")
+]
+WorkerCpus = Annotated[
+    float | None, typer.Option(min=0, help="With --ray: cores of each; default: all, divided among them.")
+]
 WINDOW = 600.0  # seconds of which the estimate of the time left is made
 
 
@@ -58,6 +70,9 @@ def batch(
     max_tokens: MaxAnswer = None,
     timeout: Seconds = 600.0,
     tool_format: ToolFormatName = None,
+    on_ray: OnRay = False,
+    workers: Workers = None,
+    worker_cpus: WorkerCpus = None,
     as_json: AsJson = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -70,6 +85,10 @@ def batch(
     """Answer a file of requests as the server would. Exit code 0: all lines are answered; 1: some failed."""
     checks.readable(source)
     checks.writable(output, "the answers")
+    if not on_ray and (workers or worker_cpus is not None):
+        raise UsageError("--workers and --worker-cpus need --ray")
+    if on_ray and find_spec("ray") is None:
+        raise OutpaceError("--ray needs Ray: pip install 'outpace[ray]'")
     from outpace.serve.settings import ServeLimits
 
     given: dict[str, Any] = {
@@ -78,14 +97,15 @@ def batch(
         "limits": ServeLimits(seconds=timeout, max_tokens=max_tokens),
     }  # fmt: skip
     loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter)
-    served = ServedModel(model, draft, loading, max_batch, given)
+    served = ModelToServe(model, draft, loading, max_batch, given)
     from outpace.serve.batch.files import BatchFiles
 
     with BatchFiles(source, output) as files:
         report = BatchReport(files)
         try:
             if files.pending:
-                _answer(served, report, as_json)
+                run = _on_ray(served, workers, worker_cpus) if on_ray else _here(served)
+                _answer(run, report, as_json)
         finally:
             report.tell(as_json)
     if files.failed:
@@ -139,11 +159,25 @@ class BatchReport:
             _say(f"{self.left} lines are left: the same command goes on from here")
 
 
-def _answer(served: ServedModel, report: BatchReport, quiet: bool) -> None:
+def _here(served: ModelToServe) -> Run:
+    """Load the model, and return what answers with it in this process."""
+    from outpace.serve.batch.engine import BatchEngine
     from outpace.serve.batch.run import run
 
-    loaded, files = served.load(), report.files
-    start = time.perf_counter()
+    engine = BatchEngine(*served.load())
+    return lambda files, take: run(engine, files.lines(), take)
+
+
+def _on_ray(served: ModelToServe, workers: int | None, cpus: float | None) -> Run:
+    """Return what answers with models in the processes of a Ray cluster."""
+    from outpace.serve.batch.on_ray import RayWorkers, run
+
+    return lambda files, take: run(served.load, files, RayWorkers(workers, cpus), take)
+
+
+def _answer(run: Run, report: BatchReport, quiet: bool) -> None:
+    """Answer all lines that are to be answered."""
+    files, start = report.files, time.perf_counter()
     with _progress(report, quiet) as advance:
 
         def take(record: BatchRecord) -> None:
@@ -152,7 +186,7 @@ def _answer(served: ServedModel, report: BatchReport, quiet: bool) -> None:
             report.seconds = time.perf_counter() - start
             advance()
 
-        run(*loaded, files.lines(), take)
+        run(files, take)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from outpace.cli.flags import (
     Settings,
     TensorParallel,
 )
-from outpace.cli.serving import ServedModel
+from outpace.cli.serving import ModelToServe
 from outpace.errors import OutpaceError, UsageError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def serve(
         "limits": ServeLimits(seconds=timeout, waiting=max_waiting, max_tokens=max_tokens),
     }  # fmt: skip
     loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter, tensor_parallel)
-    served = ServedModel(model, draft, loading, max_batch, given)
+    served = ModelToServe(model, draft, loading, max_batch, given)
     _log_to_stderr()
     lm, serving = served.load()
     from outpace.serve.launch import serve as run

@@ -1,4 +1,4 @@
-"""ServedModel: the model of a command that answers requests of APIs, checked at once and loaded where it runs."""
+"""ModelToServe: the model of a command that answers requests of APIs, checked at once and loaded where it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ModelToServe:
     """What a process needs to load a model and to answer with it."""
 
     model: str

@@ -28,12 +28,13 @@ class BatchEngine:
         self.service = Service(model, replace(settings, limits=limits))
         self.app = build_app(self.service)
         self.at_once = self.service.admission.capacity + AHEAD
+        self._room = asyncio.Semaphore(self.at_once)
 
     async def warm_up(self) -> None:
         await self.service.warm_up()
 
     async def answers(self, lines: Iterable[BatchLine]) -> AsyncIterator[BatchRecord]:
-        """Yield the records of lines as they are there. Many are asked for at a time, so that the engine stays full."""
+        """Yield the records of lines as they are there."""
         coming = iter(lines)
         running = {asyncio.create_task(self.answer(line)) for line in islice(coming, self.at_once)}
         try:
@@ -49,8 +50,9 @@ class BatchEngine:
                 await asyncio.wait(running)
 
     async def answer(self, line: BatchLine) -> BatchRecord:
-        """Return the record of one line."""
-        reply = await ask(self.app, line.url, json.dumps(line.body).encode())
+        """Return the record of one line. No more lines are asked for at a time than keep the engine full."""
+        async with self._room:
+            reply = await ask(self.app, line.url, json.dumps(line.body).encode())
         return answer_record(line.custom_id, reply.status, reply.headers.get("x-request-id"), reply.body)
 
     def close(self) -> None:
