@@ -35,7 +35,7 @@ def load():
     return random_model("tiktoken"), ServeSettings(("tiny",), "tiny", method="plain")
 
 def broken():
-    raise OutpaceError("no model\\nhere")
+    raise OutpaceError("no model here")
 
 def run(load, look):
     with BatchFiles(folder / "in.jsonl", folder / "out.jsonl") as files:
@@ -68,7 +68,7 @@ def test_two_workers_of_which_one_is_killed(job: Job, tmp_path: Path) -> None:  
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "told.json").read_text())
     stopped, first, why, second, third = told
-    assert stopped == "stopped" and why == "Ray has stopped the batch: no model\nhere"
+    assert stopped == "stopped" and why == "Ray has stopped the batch: no model here"
     # Lines done before, answered, failed.
     assert [each[:3] for each in (first, second, third)] == [[0, 45, 1], [45, 0, 1], [45, 15, 1]]
     ids = [record["custom_id"] for record in read(job.output)]

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +34,7 @@ from outpace.cli.flags import (
 )
 from outpace.cli.serve import MaxAnswer, MaxBatch, Names, Seconds, ToolFormatName
 from outpace.cli.serving import ModelToServe
-from outpace.errors import OutpaceError, UsageError
+from outpace.errors import UsageError
 
 if TYPE_CHECKING:
     from outpace.serve.batch.files import BatchFiles
@@ -87,8 +86,8 @@ def batch(
     checks.writable(output, "the answers")
     if not on_ray and (workers or worker_cpus is not None):
         raise UsageError("--workers and --worker-cpus need --ray")
-    if on_ray and find_spec("ray") is None:
-        raise OutpaceError("--ray needs Ray: pip install 'outpace[ray]'")
+    if on_ray:
+        checks.extra("ray", "--ray")
     from outpace.serve.settings import ServeLimits
 
     given: dict[str, Any] = {

@@ -67,6 +67,12 @@ def installed(*packages: str) -> None:
             raise OutpaceError(f"report.html needs {package}: pip install 'outpace[bench]', or use --no-page")
 
 
+def extra(name: str, flag: str) -> None:
+    """Refuse a flag whose package is missing; the package and the extra have the same name."""
+    if find_spec(name) is None:
+        raise OutpaceError(f"{flag} needs {name}: pip install 'outpace[{name}]'")
+
+
 def readable(path: Path | None) -> None:
     """Refuse a file that does not exist."""
     if path is not None and not path.is_file():

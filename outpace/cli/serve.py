@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace.cli import checks
 from outpace.cli.common import DEFAULT_MODEL, Loading, app, pairs, reports_errors, shares_model, stderr
 from outpace.cli.flags import (
     Adapter,
@@ -65,6 +69,11 @@ LogPrompts = Annotated[bool, typer.Option("--log-prompts", help="Write prompts a
 OtlpEndpoint = Annotated[
     str | None, typer.Option(help="URL of an OpenTelemetry collector (OTLP over HTTP); it gets a span of each request.")
 ]
+OnRay = Annotated[bool, typer.Option("--ray", help="Answer with replicas in a Ray cluster; see RAY_ADDRESS.")]
+Replicas = Annotated[
+    str | None, typer.Option(help="With --ray: how many replicas, as 2, or as 1-4: more when many requests wait.")
+]
+ReplicaCpus = Annotated[float | None, typer.Option(min=0, help="With --ray: cores of each replica; default: 1.")]
 
 
 @app.command()
@@ -94,6 +103,9 @@ def serve(
     no_playground: NoPlayground = False,
     log_prompts: LogPrompts = False,
     otlp_endpoint: OtlpEndpoint = None,
+    on_ray: OnRay = False,
+    replicas: Replicas = None,
+    replica_cpus: ReplicaCpus = None,
     dtype: Dtype = None,
     device: Device = None,
     bitwise: Bitwise = None,
@@ -120,11 +132,39 @@ def serve(
     }  # fmt: skip
     loading = Loading(dtype, device, bitwise, compile, quantize, quantize_draft, adapter, tensor_parallel)
     served = ModelToServe(model, draft, loading, max_batch, given)
+    if on_ray:
+        run = _on_ray(served, replicas or "1", replica_cpus)
+    elif replicas is not None or replica_cpus is not None:
+        raise UsageError("--replicas and --replica-cpus need --ray")
+    else:
+        run = _here(served)
+    run()
+
+
+def _here(served: ModelToServe) -> Callable[[], None]:
+    """Load the model, and return what serves it in this process."""
     _log_to_stderr()
     lm, serving = served.load()
     from outpace.serve.launch import serve as run
 
-    run(lm, serving, lambda taken: _tell(serving, taken))
+    return partial(run, lm, serving, partial(_tell, serving))
+
+
+def _on_ray(served: ModelToServe, replicas: str, cpus: float | None) -> Callable[[], None]:
+    """Return what serves replicas of the model, which load it where they run."""
+    checks.extra("ray", "--ray")
+    counts = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", replicas)
+    if counts is None or int(counts[2] or counts[1]) < int(counts[1]):
+        raise UsageError(f"--replicas {replicas} is neither a number, as 2, nor a range, as 1-4")
+    from outpace.serve.replicas.on_ray import RayPool, ReplicaPlan, serve as run
+    from outpace.serve.settings import ServeSettings
+
+    ongoing = served.max_batch or ReplicaPlan.ongoing
+    plan = ReplicaPlan(int(counts[1]), int(counts[2] or counts[1]), ongoing, cpus or ReplicaPlan.cpus)
+    settings = ServeSettings(**served.given)
+    with stderr.status(f"starting {replicas} replicas"):
+        pool = RayPool(served.load, settings, plan)
+    return partial(run, pool, settings, partial(_tell, settings))
 
 
 def _tell(settings: ServeSettings, port: int) -> None:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HTTPRequest
 
-from outpace.serve.playground.pages import FILES, playground
+from outpace.serve.playground.pages import open_pages, playground
 from outpace.serve.service import Service
 from outpace.serve.surfaces.info import info
 from outpace.serve.surfaces.routes import routes
@@ -40,14 +40,13 @@ def build_app(service: Service) -> FastAPI:
     app.state.service = service
     app.include_router(routes(service.settings.limits))
     app.include_router(info)
-    pages: frozenset[str] = frozenset()
     if service.settings.playground:
         app.include_router(playground())
-        pages = frozenset(FILES)
     app.add_exception_handler(APIFailure, reply_to_failure)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unexpected)
+    pages = open_pages(service.settings)
     app.add_middleware(AccessGuard, settings=service.settings, count=service.metrics.reply, pages=pages)
     if service.settings.cors_origins:
         app.add_middleware(

@@ -10,11 +10,11 @@ from itertools import islice
 
 from outpace.api.model import Model
 from outpace.serve.app import build_app
-from outpace.serve.batch.inside import ask
 from outpace.serve.batch.lines import BatchLine
 from outpace.serve.batch.records import BatchRecord, answer_record
 from outpace.serve.service import Service
 from outpace.serve.settings import ServeSettings
+from outpace.serve.web.inside import InsideRequest, ask
 
 AHEAD = 8  # lines that are prepared while the engine is full
 ENOUGH = 2**31  # a batch asks for no more at a time than the engine takes, so nothing is refused
@@ -52,8 +52,8 @@ class BatchEngine:
     async def answer(self, line: BatchLine) -> BatchRecord:
         """Return the record of one line. No more lines are asked for at a time than keep the engine full."""
         async with self._room:
-            reply = await ask(self.app, line.url, json.dumps(line.body).encode())
+            reply = await ask(self.app, InsideRequest(line.url, json.dumps(line.body).encode()))
         return answer_record(line.custom_id, reply.status, reply.headers.get("x-request-id"), reply.body)
 
-    def close(self) -> None:
-        self.service.close()
+    async def aclose(self) -> None:
+        await self.service.close()

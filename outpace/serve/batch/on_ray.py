@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
-import re
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outpace.api.model import Model
 from outpace.errors import OutpaceError
 from outpace.serve.batch.engine import BatchEngine
 from outpace.serve.batch.files import BatchFiles
 from outpace.serve.batch.lines import BatchLine, parse
 from outpace.serve.batch.records import BatchRecord
 from outpace.serve.batch.run import Take
-from outpace.serve.settings import ServeSettings
+from outpace.serve.ray_cluster import Load, cause_of, connect, gpus_each
 
 if TYPE_CHECKING:
     import pyarrow
 
 T = TypeVar("T")
-Load = Callable[[], tuple[Model, ServeSettings]]
-OWN = re.compile(r"^outpace\.errors\.\w+: (.*)", re.MULTILINE | re.DOTALL)
 MOST_LINES = 256  # of a block
 BLOCKS = 4  # for each worker at least, so that all of them end at about the same time
 CALLS = 2  # blocks that a worker answers at a time: the next one begins before the slowest line of the last has ended
@@ -40,15 +35,13 @@ class RayWorkers:
     count: int | None = None  # None: one for each GPU or, without any, for each machine
     cpus: float | None = None  # cores of each; None: all, divided among the workers
 
-    def resolved(self) -> tuple[int, float, int]:
-        """Return the number of workers, and the cores and GPUs of each."""
+    def resolved(self) -> tuple[int, float]:
+        """Return the number of workers, and the cores of each."""
         import ray
 
         found = ray.cluster_resources()
-        gpus = int(found.get("GPU", 0))
-        count = self.count or gpus or len(ray.nodes())
-        cpus = self.cpus or max(1, math.floor(found["CPU"] / count))
-        return count, cpus, 1 if gpus else 0
+        count = self.count or int(found.get("GPU", 0)) or len(ray.nodes())
+        return count, self.cpus or max(1, math.floor(found["CPU"] / count))
 
 
 class BatchWorker:
@@ -82,8 +75,11 @@ def run(load: Load, files: BatchFiles, workers: RayWorkers, take: Take) -> None:
     import ray
     from ray.data import ActorPoolStrategy
 
-    _connect()
-    count, cpus, gpus = workers.resolved()
+    connect()
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.target_max_block_size = 1  # bytes: each record comes at once
+    count, cpus = workers.resolved()
     size = min(MOST_LINES, math.ceil(len(files.pending) / (count * BLOCKS)))
     blocks = [ray.put(block) for block in _blocks(files.lines(), size)]
     records = ray.data.from_arrow_refs(blocks).map_batches(
@@ -98,32 +94,13 @@ def run(load: Load, files: BatchFiles, workers: RayWorkers, take: Take) -> None:
         batch_size=None,
         batch_format="pyarrow",
         num_cpus=cpus,
-        num_gpus=gpus,
+        num_gpus=gpus_each(),
     )
     try:
         for row in records.iter_rows():
             take(BatchRecord(**row))
     except ray.exceptions.RayError as error:
-        raise OutpaceError(f"Ray has stopped the batch: {_cause(error)}") from error
-
-
-def _cause(error: Exception) -> str:
-    """Return the last line of an error of a worker, which quotes a stack trace; or its message, if it is ours."""
-    text = str(error).strip()
-    own = OWN.search(text)
-    return own[1] if own else text.rpartition("\n")[2]
-
-
-def _connect() -> None:
-    """Join the cluster that RAY_ADDRESS or this machine knows, or start one here."""
-    import ray
-
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level=logging.WARNING)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.target_max_block_size = 1  # bytes: each record comes at once
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+        raise OutpaceError(f"Ray has stopped the batch: {cause_of(str(error))}") from error
 
 
 def _blocks(lines: Iterator[BatchLine], size: int) -> Iterator[pyarrow.Table]:

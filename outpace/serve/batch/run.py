@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import aclosing
 
 from outpace.serve.batch.engine import BatchEngine
 from outpace.serve.batch.lines import BatchLine
@@ -19,7 +19,7 @@ def run(engine: BatchEngine, lines: Iterator[BatchLine], take: Take) -> None:
 
 
 async def _run(engine: BatchEngine, lines: Iterator[BatchLine], take: Take) -> None:
-    with closing(engine):
+    async with aclosing(engine):
         await engine.warm_up()
         async for record in engine.answers(lines):
             take(record)

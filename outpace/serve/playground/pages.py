@@ -15,6 +15,7 @@ from outpace import registry
 from outpace.registry import catalogue
 from outpace.sampling.settings import Sampling
 from outpace.serve.served import Served
+from outpace.serve.settings import ServeSettings
 from outpace.serve.surfaces.engine_fields import REQUESTABLE, largest_option
 from outpace.serve.surfaces.info import prepared
 from outpace.serve.web.replies import JSONReply
@@ -22,7 +23,7 @@ from outpace.tracing.viewer.page import PHASES, asset
 
 SHARED = ("parts.css", "parts.js")  # with the trace viewer
 OWN = ("page.css", "page.js", "answer.js", "client.js", "controls.js", "export.js", "trace.js")
-# They hold no secrets, so no key is needed for them.
+# They hold no secrets.
 FILES = {"/": "page.html"} | {f"/playground/{name}": name for name in SHARED + OWN}
 SETTINGS = "/playground/settings"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -39,6 +40,11 @@ HEADERS = {
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 NUMBERS = {"int", "float", "int | None", "float | None"}
+
+
+def open_pages(settings: ServeSettings) -> frozenset[str]:
+    """Return the paths of the page, which need no key."""
+    return frozenset(FILES if settings.playground else ())
 
 
 def playground() -> APIRouter:
