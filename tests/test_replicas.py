@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
+from outpace.core.engine import Engine
 from outpace.serve.replicas import relay
 from outpace.serve.replicas.conversation_key import conversation_key
 from outpace.serve.replicas.front import ReplicaFront, guarded
@@ -23,6 +24,7 @@ from outpace.serve.settings import ServeSettings
 from outpace.serve.telemetry.metrics import ServerMetrics
 from outpace.serve.web.event_stream import ServerEvent
 from outpace.serve.web.inside import InsideReply, InsideRequest, ask, messages
+from outpace.testing import ToyLM
 from tests.serving import TOOLS, TURNS, scripted
 from tests.test_serve_chat import CALL, WEATHER
 from tests.tiny_tokenizers import random_model
@@ -139,7 +141,7 @@ def run(work: Callable[[Pool], Awaitable[None]], make: Callable[[], Any] | None 
         for replica in replicas:
             while replica.service.admission.running:
                 await asyncio.sleep(0.01)
-            replica.service.close()
+            await replica.service.close()
 
     asyncio.run(all_of_it())
 
@@ -307,7 +309,7 @@ def test_an_error_is_not_sewn_onto_a_stream() -> None:
 def test_metrics_of_replicas_are_one_text() -> None:
     texts = []
     for name in ("a", "b"):
-        metrics = ServerMetrics("tiny")
+        metrics = ServerMetrics("tiny", Engine(ToyLM()))
         metrics.reply(CHAT, 200)
         texts.append(metrics.text().replace('engine="0"', f'engine="{name}"'))
     families = list(text_string_to_metric_families(merged(texts)))

@@ -236,7 +236,7 @@ def test_a_missing_package_or_a_wrong_address_is_named(monkeypatch: pytest.Monke
     run = CliRunner().invoke
     wrong = run(app, ["serve", "--otlp-endpoint", "localhost:4318"])
     assert wrong.exit_code != 0 and "is no URL, such as http://localhost:4318" in " ".join(wrong.output.split())
-    monkeypatch.setattr("outpace.cli.serve.find_spec", lambda name: None if "opentelemetry" in name else name)
+    monkeypatch.setattr("outpace.cli.serving.serve.find_spec", lambda name: None if "opentelemetry" in name else name)
     missing = run(app, ["serve", "--otlp-endpoint", "http://localhost:4318"])
     assert missing.exit_code != 0 and "pip install 'outpace[otel]'" in " ".join(missing.output.split())
 

@@ -5,8 +5,9 @@ A module adds its commands to the application when it is imported.
 
 import gc
 
-from outpace.cli import advise, batch, bench, calibrate, catalogue, generate, serve, show, verify
+from outpace.cli import advise, bench, calibrate, catalogue, generate, show, verify
 from outpace.cli.common import app
+from outpace.cli.serving import batch, serve
 from outpace.cli.training import head, prune, train
 
 __all__ = [

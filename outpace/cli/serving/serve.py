@@ -30,7 +30,7 @@ from outpace.cli.flags import (
     Settings,
     TensorParallel,
 )
-from outpace.cli.serving import ModelToServe
+from outpace.cli.serving.model import ModelToServe
 from outpace.errors import OutpaceError, UsageError
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from outpace.cli.flags import (
     QuantizeDraft,
     Settings,
 )
-from outpace.cli.serve import MaxAnswer, MaxBatch, Names, Seconds, ToolFormatName
-from outpace.cli.serving import ModelToServe
+from outpace.cli.serving.model import ModelToServe
+from outpace.cli.serving.serve import MaxAnswer, MaxBatch, Names, Seconds, ToolFormatName
 from outpace.errors import UsageError
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""The commands that answer requests of APIs: a server, and files of requests."""
