@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from outpace.api.model import Model
-from outpace.cli import serving
 from outpace.cli.common import app
+from outpace.cli.serving import model as serving
 from outpace.serve.batch.files import BatchFiles
 from outpace.serve.batch.lines import LONGEST
 from tests.serving import live
@@ -221,7 +221,7 @@ def test_a_torn_line_is_answered_again(job: Job) -> None:
 # its writes: before it, in the middle, or after it.
 PROGRAM = """
 import os, random, signal, sys
-from outpace.cli import serving
+from outpace.cli.serving import model as serving
 from outpace.cli.common import app
 from outpace.serve.batch import files, run
 from tests.tiny_tokenizers import random_model
