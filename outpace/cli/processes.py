@@ -23,9 +23,8 @@ def start(count: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what ends is reported below
-    signal.signal(
-        signal.SIGINT, lambda *_: None
-    )  # the terminal sends it to all processes, and the first ends the others
+    # The terminal sends Ctrl-C to all processes. The first of them ends the others, and then this one ends.
+    signal.signal(signal.SIGINT, lambda *_: None)
     own = ["--nproc-per-node", str(count), "--log-dir", os.devnull, "--signals-to-handle", "SIGTERM,SIGHUP,SIGQUIT"]
     try:
         run(parse_args([*own, "-m", "outpace", *sys.argv[1:]]))

@@ -19,11 +19,10 @@ from outpace.models.embeddings import Embeddings
 from outpace.models.hf.module import embeddings_of
 from outpace.models.tensor_parallel.processes import gathered_columns, summed
 
-REPLICATED = {"replicate", "replicated_with_grad_allreduce"}  # every process has the whole module
-# Of Transformers' styles of sharing a module.
+# Transformers' styles of sharing a module that work here. Of a replicated one every process has the whole.
 STYLES = {
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
-    "embedding_rowwise", "packed_colwise", "moe_tp_experts", *REPLICATED,
+    "embedding_rowwise", "packed_colwise", "moe_tp_experts", "replicate", "replicated_with_grad_allreduce",
 }  # fmt: skip
 
 
@@ -98,10 +97,11 @@ class SplitEnds:
     def whole(self) -> Embeddings | None:
         """Return the whole matrices, which all processes have to ask for together; None if these are not matrices."""
         embed, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
-        if not isinstance(embed, SplitEmbedding) or not isinstance(head, GatheredLinear):
+        if not isinstance(head, GatheredLinear):
             return embeddings_of(self._model)
-        first = gathered_columns(embed.weight.detach().T, embed.vocab).T
-        tied = embed.weight is head.part.weight
+        first, tied = embed.weight.detach(), embed.weight is head.part.weight
+        if isinstance(embed, SplitEmbedding):
+            first = gathered_columns(first.T, embed.vocab).T
         last = first if tied else gathered_columns(head.part.weight.detach().T, head.width).T
         return Embeddings(first, last, self._model.config.get_text_config())
 
@@ -146,7 +146,7 @@ def _joined(module: nn.Module, style: str, shape: torch.Size) -> nn.Module:
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
         if style.startswith("rowwise"):
-            return SummedLinear(module, style == "rowwise_split_input")
+            return SummedLinear(module, style != "rowwise")
         return GatheredLinear(module, shape[0]) if style in ("colwise_gather_output", "colwise_rep") else module
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
         return SplitEmbedding(module, shape[0])
