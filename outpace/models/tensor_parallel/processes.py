@@ -2,7 +2,7 @@
 
 Partial sums are gathered and added in the order of the ranks. An all-reduce would add them in an order that depends on
 the backend and on the size of the tensor, and then a text would depend on what it is batched with. This way every
-process gets the same bits, and a token's bits do not depend on the other tokens of its pass.
+process gets the same bits, and the sums make no token depend on the other tokens of its pass.
 """
 
 from __future__ import annotations
