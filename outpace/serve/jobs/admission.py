@@ -57,10 +57,10 @@ class Admission:
         """Take a place, or refuse if too many wait. An owner of whom none waits gets one, whatever others have sent."""
         if self.pending + size > self.most_waiting and self._pending_of[owner]:
             raise queue_full(self._retry_after)
-        self._wait(owner, size)
+        self._add_pending(owner, size)
         return QueuePlace(self, owner, size)
 
-    def _wait(self, owner: Owner, size: int) -> None:
+    def _add_pending(self, owner: Owner, size: int) -> None:
         self.pending += size
         self._pending_of[owner] += size
 
@@ -70,7 +70,7 @@ class Admission:
 
     def remove(self, place: QueuePlace) -> None:
         if place.started is None:
-            self._wait(place.owner, -place.size)
+            self._add_pending(place.owner, -place.size)
             line = self._lines.get(place.owner)
             if line is not None and place in line:
                 line.remove(place)
@@ -91,7 +91,7 @@ class Admission:
             self._lines[owner].popleft()
             if not self._lines[owner]:
                 del self._lines[owner]
-            self._wait(owner, -place.size)
+            self._add_pending(owner, -place.size)
             self.running += place.size
             self._of_owner[owner] += place.size
             place.started = perf_counter()
