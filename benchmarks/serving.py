@@ -7,9 +7,9 @@
 
 `overhead` sends the same requests to the engine alone and over HTTP, in turns, on one model. A round is one call of
 `generate` with all prompts, then the same prompts over HTTP; the ratio of its tokens per second is what counts, because
-both sides of a round see the same machine. Where others use the machine too, the ratio of processor time tells more: with
-OMP_NUM_THREADS=1, waiting costs none. Texts must be equal. It needs `pip install 'outpace[serve]'`, or a folder with
-fastapi, uvicorn and prometheus_client on PYTHONPATH.
+both sides of a round see the same machine. Where others use the machine too, the ratio of processor time tells more:
+with OMP_NUM_THREADS=1, waiting costs none. Texts must be equal. It needs `pip install 'outpace[serve]'`, or a folder
+with fastapi, uvicorn and prometheus_client on PYTHONPATH.
 
 `llama` sends the same prompts to llama.cpp's server and to ours, in turns, with the same GGUF file (llama_server.py).
 """

@@ -25,7 +25,7 @@ class Connection:
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the text, the number of tokens, and the seconds until the first text and until the end."""
-        start, first, text, usage = time.perf_counter(), 0.0, "", {}
+        start, first, text, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
         self.http.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         reply = self.http.getresponse()
         if reply.status != 200:
