@@ -158,8 +158,10 @@ def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
     with held(limits=ServeLimits(waiting=2)) as (server, lm), ThreadPoolExecutor(8) as pool:
         lm.gate.clear()
         capacity = server.service.admission.capacity
-        running = [pool.submit(server.post, CHAT, body()) for _ in range(capacity)]
-        until(lambda: server.service.admission.running == capacity)
+        running = []
+        for i in range(capacity):  # one after the other: those that are prepared count as waiting, too
+            running.append(pool.submit(server.post, CHAT, body()))
+            until(lambda i=i: server.service.admission.running > i)
         waiting = [pool.submit(server.post, CHAT, body()) for _ in range(2)]
         until(lambda: server.service.admission.pending == 2)
         text = server.get("/metrics").text

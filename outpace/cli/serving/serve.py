@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -143,7 +141,9 @@ def serve(
 
 def _here(served: ModelToServe) -> Callable[[], None]:
     """Load the model, and return what serves it in this process."""
-    _log_to_stderr()
+    from outpace.serve.telemetry.log_lines import write_to_stderr
+
+    write_to_stderr()
     lm, serving = served.load()
     from outpace.serve.launch import serve as run
 
@@ -190,13 +190,3 @@ def _is_there(package: str) -> bool:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # a package above it is missing
         return False
-
-
-def _log_to_stderr() -> None:
-    from outpace.serve.telemetry.log_lines import JSONFormatter, logger
-
-    lines = logging.StreamHandler(sys.stderr)
-    lines.setFormatter(JSONFormatter())
-    logging.basicConfig(level=logging.WARNING, handlers=[lines])
-    logging.captureWarnings(True)
-    logger.setLevel(logging.INFO)

@@ -22,6 +22,7 @@ from outpace.serve.replicas.metric_texts import merged
 from outpace.serve.replicas.relay import Relay
 from outpace.serve.replicas.replica import ModelReplica
 from outpace.serve.settings import ServeSettings
+from outpace.serve.telemetry.log_lines import write_to_stderr
 from outpace.serve.web.failures import queue_full
 from outpace.serve.web.inside import InsideRequest
 
@@ -65,6 +66,7 @@ class RayReplica(ModelReplica):
     """A replica that shows its metrics on a board."""
 
     async def __init__(self, load: Load, board: Any) -> None:  # type: ignore[misc]
+        write_to_stderr()  # Ray keeps it in its logs
         await super().__init__(load)  # type: ignore[misc]
         self._showing = asyncio.create_task(self._show(board))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from time import time
 
 logger = logging.getLogger("outpace.serve")
@@ -26,3 +27,12 @@ class JSONFormatter(logging.Formatter):
         if record.exc_info:
             said["traceback"] = self.formatException(record.exc_info)
         return json.dumps(said)
+
+
+def write_to_stderr() -> None:
+    """Have the lines, and what others log, written to standard error."""
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter(JSONFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[lines])
+    logging.captureWarnings(True)
+    logger.setLevel(logging.INFO)
