@@ -403,7 +403,7 @@ def test_a_process_drains_on_sigterm() -> None:
     try:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
             until(lambda: _answers(client) and client.get("/health").status_code == 200)
-            with client.stream("POST", CHAT, json=body(max_tokens=300, stream=True)) as stream:
+            with client.stream("POST", CHAT, json=body(max_tokens=100, stream=True)) as stream:
                 pieces = stream.iter_text()
                 text = next(pieces)
                 process.send_signal(signal.SIGTERM)
