@@ -256,7 +256,8 @@ run_child(0, 0, 0)
 
 
 def test_a_run_that_is_killed_goes_on_with_nothing_lost_and_nothing_twice(job: Job) -> None:
-    asked = [line(str(i), seed=i, max_tokens=20, temperature=0.9) for i in range(60)]
+    # More lines than a run asks for at a time are left when it is interrupted, so it cannot have ended meanwhile.
+    asked = [line(str(i), seed=i, max_tokens=8, temperature=0.9) for i in range(90)]
     write(job.source, asked)
     given = [sys.executable, "-c", PROGRAM, str(job.source), str(job.output)]
     done = subprocess.run(given, capture_output=True, text=True)
