@@ -97,7 +97,7 @@ def _growing(event: dict[str, Any]) -> Iterator[Growing]:
 
 
 def _marks(event: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    if not event["choices"]:
+    if not event["choices"] and "trace" not in event:  # the trace of a lost replica is not gone on with
         yield ("usage",)
     for choice in event["choices"]:
         index, delta = choice["index"], choice.get("delta", {})
