@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -25,6 +26,8 @@ from tests.interpreter import hasten
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten()
+gc.collect()
+gc.freeze()  # what was imported is not looked through in every collection
 for package in ("torchao", "torch.utils._pytree"):  # Transformers imports torchao, which tells of missing GPUs
     logging.getLogger(package).setLevel(logging.ERROR)
 SMOLLM2 = "smollm2-135m-instruct"

@@ -226,6 +226,7 @@ from outpace.cli.common import app
 from outpace.serve.batch import files, run
 from tests.tiny_tokenizers import random_model
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored
 serving.load_model = lambda name, how: random_model("tiktoken")
 write = files.WholeLines.write
 
