@@ -93,3 +93,7 @@ def browser() -> Iterator[Any]:
         found = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield found
         found.close()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extensions report as leaked what is still there at the end
