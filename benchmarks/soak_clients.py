@@ -156,7 +156,7 @@ class SoakClient:
         self._compare(ask, texts_of(reply), reply["metrics"])
 
     async def _streamed(self, ask: Ask, pause: float = 0.0, pieces: int | None = None) -> None:
-        """Read a stream; leave after so many pieces."""
+        """Read a stream; leave after this number of pieces."""
         options = {"stream_options": {"include_usage": True}} if ask.path in (CHAT, COMPLETIONS) else {}
         body = {**await self._body(ask), "stream": True, **options}
         async with self.http.stream("POST", ask.path, json=body, headers=self._key(ask.owner)) as stream:
